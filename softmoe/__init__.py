@@ -1,0 +1,40 @@
+"""Soft Mixture-of-Experts vision transformers: exact, fast, complete.
+
+Names are loaded when first used, so that `import softmoe` and the command line start at once.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from softmoe.machine import prepare_environment
+
+prepare_environment()  # before anything loads torch
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from softmoe.budget import cost
+    from softmoe.models import create_model, list_models
+    from softmoe.moe import SoftMoE
+
+_HOME = {
+    "SoftMoE": "softmoe.moe",
+    "create_model": "softmoe.models",
+    "list_models": "softmoe.models",
+    "cost": "softmoe.budget",
+}
+_ROOMS = ("budget", "convert", "data", "models", "moe")
+
+__all__ = ["SoftMoE", "cost", "create_model", "list_models"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    if name in _ROOMS:
+        return import_module(f"softmoe.{name}")
+    raise AttributeError(f"module 'softmoe' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME, *_ROOMS])

@@ -1,0 +1,58 @@
+"""What must be settled before torch loads, and what this machine can do.
+
+Nothing here overrides a variable the user set.
+"""
+
+import os
+import sys
+from functools import cache
+from pathlib import Path
+
+
+def prepare_environment() -> None:
+    """Set the thread and CPU guards. Called when softmoe is imported, before torch is.
+
+    - libgomp's threads spin at barriers; on shared cores that makes a model up to 20 times slower. PASSIVE sleeps.
+    - Some virtual machines hide a CPUID leaf that oneDNN needs for AMX, and bfloat16 products then die with an
+      illegal instruction. A cap on the instruction set avoids that; float16 keeps its speed.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    cap = safe_instruction_set()
+    if cap and not {"ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"} & os.environ.keys():
+        os.environ["ONEDNN_MAX_CPU_ISA"] = cap
+
+
+def safe_instruction_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
+    """The cap oneDNN needs on this CPU, or None where AMX works or is absent."""
+    try:
+        with cpuinfo.open() as file:
+            first_core = file.read(65536).split("\n\n", 1)[0]
+    except OSError:
+        return None
+    pairs = (line.partition(":") for line in first_core.splitlines())
+    fields = {key.strip(): value.strip() for key, _, value in pairs}
+    flags = fields.get("flags", "").split()
+    if "amx_tile" not in flags or int(fields.get("cpuid level") or 99) >= 0x1D:
+        return None
+    return "AVX512_CORE_FP16" if "avx512_fp16" in flags else "AVX512_CORE_BF16"
+
+
+@cache
+def bfloat16_works() -> bool:
+    """Try a bfloat16 product in a child process: the crash it may cause must not be ours."""
+    import multiprocessing
+
+    if sys.platform == "win32":
+        return True  # no fork; the broken virtual machines are Linux ones
+    child = multiprocessing.get_context("fork").Process(target=_bfloat16_product)
+    child.start()
+    child.join()
+    return child.exitcode == 0
+
+
+def _bfloat16_product() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    x = torch.ones(64, 64, dtype=torch.bfloat16)
+    (x @ x).sum().item()

@@ -1,0 +1,85 @@
+"""Images -> tokens: patches and positions.
+
+Letters: B images, M tokens, D width.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from softmoe.moe.soft import lecun_normal_
+
+
+class PatchEmbed(nn.Module):
+    """(B, 3, height, width) -> (B, M, D), row by row. Pixels beyond the last whole patch are dropped."""
+
+    def __init__(self, patch_size: int, dim: int):
+        super().__init__()
+        self.patch_size = patch_size
+        self.proj = nn.Conv2d(3, dim, kernel_size=patch_size, stride=patch_size)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        lecun_normal_(self.proj.weight, fan_in=3 * self.patch_size**2)
+        assert self.proj.bias is not None
+        nn.init.zeros_(self.proj.bias)
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        rows, columns = height // self.patch_size, width // self.patch_size
+        if rows < 1 or columns < 1:
+            raise ValueError(f"image of {height} x {width} is smaller than one patch of {self.patch_size} pixels")
+        return rows, columns
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.proj(images).flatten(2).transpose(1, 2)
+
+
+class LearnedPositions(nn.Module):
+    """Adds a learned vector per grid cell. The table is resampled when the image has another size."""
+
+    def __init__(self, grid: tuple[int, int], dim: int):
+        super().__init__()
+        self.grid = grid
+        self.table = nn.Parameter(torch.empty(1, grid[0] * grid[1], dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.table, std=0.02)
+
+    def forward(self, grid: tuple[int, int]) -> Tensor:
+        return resample(self.table, self.grid, grid)
+
+
+class SinCosPositions(nn.Module):
+    """Fixed two-dimensional sine and cosine positions (MoCo v3); made anew for every grid, nothing to resample."""
+
+    def __init__(self, grid: tuple[int, int], dim: int):
+        super().__init__()
+        if dim % 4 or dim < 8:
+            raise ValueError(f"sincos positions need a width that is a multiple of 4 and at least 8, got {dim}")
+        self.grid, self.dim = grid, dim
+        self.register_buffer("table", sincos_table(grid, dim), persistent=False)
+
+    def forward(self, grid: tuple[int, int]) -> Tensor:
+        if grid == self.grid:
+            return self.table
+        return sincos_table(grid, self.dim).to(self.table)
+
+
+def sincos_table(grid: tuple[int, int], dim: int, temperature: float = 10_000.0) -> Tensor:
+    """(1, rows * columns, dim): sine and cosine of the column, then of the row, at dim/4 frequencies each."""
+    rows, columns = grid
+    omega = temperature ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4 - 1))
+    y, x = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    x_angles, y_angles = x.flatten()[:, None] * omega, y.flatten()[:, None] * omega
+    table = torch.cat([x_angles.sin(), x_angles.cos(), y_angles.sin(), y_angles.cos()], dim=1)
+    return table.to(torch.get_default_dtype()).unsqueeze(0)
+
+
+def resample(table_1MD: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
+    """Linear interpolation with the corners aligned, as the reference does when it changes resolution."""
+    if old == new:
+        return table_1MD
+    image = table_1MD.unflatten(1, old).permute(0, 3, 1, 2)
+    image = F.interpolate(image, size=new, mode="bilinear", align_corners=True)
+    return image.flatten(2).transpose(1, 2)

@@ -1,0 +1,80 @@
+"""Tokens -> one vector -> logits.
+
+Letters: B images, M tokens, D width.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from softmoe.models.transformer import MLP, NORM_EPS, Attention, xavier_uniform_
+from softmoe.moe.soft import lecun_normal_
+
+
+class MeanPool(nn.Module):
+    def forward(self, x_BMD: Tensor, mask_BM: Tensor | None = None) -> Tensor:
+        if mask_BM is None:
+            return x_BMD.mean(1)
+        real_BM1 = mask_BM.unsqueeze(-1)
+        return (x_BMD * real_BM1).sum(1) / real_BM1.sum(1).clamp(min=1)
+
+
+class FirstPool(nn.Module):
+    """The class token, which stands first."""
+
+    def forward(self, x_BMD: Tensor, mask_BM: Tensor | None = None) -> Tensor:
+        return x_BMD[:, 0]
+
+
+class AttentionPool(nn.Module):
+    """A learned probe attends to the tokens; then an MLP with a residual. The probe itself has none."""
+
+    def __init__(self, dim: int, heads: int, hidden_dim: int, *, qk_norm: bool = True):
+        super().__init__()
+        self.probe = nn.Parameter(torch.empty(1, 1, dim))
+        self.attention = Attention(dim, heads, qk_norm=qk_norm)
+        self.norm = nn.LayerNorm(dim, eps=NORM_EPS)
+        self.mlp = MLP(dim, hidden_dim)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        xavier_uniform_(self.probe, 1, self.probe.shape[-1])
+
+    def forward(self, x_BMD: Tensor, mask_BM: Tensor | None = None) -> Tensor:
+        a = self.attention
+        B, _, D = x_BMD.shape
+        weight_q, weight_kv = a.qkv.weight.split([D, 2 * D])
+        bias_q, bias_kv = a.qkv.bias.split([D, 2 * D])
+        query = F.linear(self.probe.expand(B, 1, D), weight_q, bias_q)
+        keys_values = F.linear(x_BMD, weight_kv, bias_kv)
+        query_BA1E = query.unflatten(2, (a.heads, -1)).transpose(1, 2)
+        key_BAME, value_BAME = keys_values.unflatten(2, (2, a.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        mixed_BA1E = F.scaled_dot_product_attention(
+            a.query_norm(query_BA1E).to(value_BAME.dtype),
+            a.key_norm(key_BAME).to(value_BAME.dtype),
+            value_BAME,
+            attn_mask=None if mask_BM is None else mask_BM[:, None, None, :],
+        )
+        pooled_BD = a.out(mixed_BA1E.transpose(1, 2).flatten(2)).squeeze(1)
+        return pooled_BD + self.mlp(self.norm(pooled_BD))
+
+
+class Head(nn.Linear):
+    """Zero weights and a bias of -ln(classes): at the start every class has probability about 1/classes."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        nn.init.constant_(self.bias, -math.log(self.out_features))
+
+
+class PreLogits(nn.Linear):
+    """A tanh layer before the head, as in the original ViT's from-scratch models."""
+
+    def reset_parameters(self) -> None:
+        lecun_normal_(self.weight, fan_in=self.in_features)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).tanh()

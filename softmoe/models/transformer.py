@@ -1,0 +1,132 @@
+"""Pre-norm transformer blocks; any (B, M, D) -> (B, M, D) module stands where the MLP stands.
+
+Letters: B sequences, M tokens, D width, A heads, E head width.
+"""
+
+import math
+from collections.abc import Callable
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from softmoe.moe import MoE
+
+NORM_EPS = 1e-6
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention; queries and keys are normalized per head (scale only), which keeps training stable."""
+
+    def __init__(self, dim: int, heads: int, *, qk_norm: bool = True, dropout: float = 0.0):
+        super().__init__()
+        if heads < 1 or dim % heads:
+            raise ValueError(f"heads must divide the width: {dim} is not a multiple of {heads}")
+        self.heads = heads
+        self.dropout = dropout
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.out = nn.Linear(dim, dim)
+        head_dim = dim // heads
+        self.query_norm = nn.LayerNorm(head_dim, eps=NORM_EPS, bias=False) if qk_norm else nn.Identity()
+        self.key_norm = nn.LayerNorm(head_dim, eps=NORM_EPS, bias=False) if qk_norm else nn.Identity()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        dim = self.out.in_features
+        for linear in (self.qkv, self.out):  # each of q, k, v is a D x D matrix of its own
+            xavier_uniform_(linear.weight, dim, dim)
+            nn.init.zeros_(linear.bias)
+
+    def forward(self, x_BMD: Tensor, mask_BM: Tensor | None = None) -> Tensor:
+        qkv_3BAME = self.qkv(x_BMD).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        query, key, value = qkv_3BAME.unbind(0)
+        mixed_BAME = F.scaled_dot_product_attention(
+            self.query_norm(query).to(value.dtype),
+            self.key_norm(key).to(value.dtype),
+            value,
+            attn_mask=None if mask_BM is None else mask_BM[:, None, None, :],
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        return self.out(mixed_BAME.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """Linear, tanh-GELU, linear."""
+
+    def __init__(self, dim: int, hidden_dim: int, *, dropout: float = 0.0):
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden_dim)
+        self.fc2 = nn.Linear(hidden_dim, dim)
+        self.dropout = nn.Dropout(dropout)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for linear in (self.fc1, self.fc2):
+            xavier_uniform_(linear.weight, linear.in_features, linear.out_features)
+            nn.init.normal_(linear.bias, std=1e-6)
+
+    def forward(self, x_BMD: Tensor) -> Tensor:
+        hidden = self.dropout(F.gelu(self.fc1(x_BMD), approximate="tanh"))
+        return self.dropout(self.fc2(hidden))
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, dim: int, attention: nn.Module, mlp: nn.Module, *, dropout: float = 0.0):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim, eps=NORM_EPS)
+        self.attention = attention
+        self.dropout = nn.Dropout(dropout)
+        self.norm2 = nn.LayerNorm(dim, eps=NORM_EPS)
+        self.mlp = mlp
+
+    def forward(self, x_BMD: Tensor, mask_BM: Tensor | None = None) -> Tensor:
+        x_BMD = x_BMD + self.dropout(self.attention(self.norm1(x_BMD), mask_BM))
+        normed_BMD = self.norm2(x_BMD)
+        mixed_BMD = self.mlp(normed_BMD, mask_BM) if isinstance(self.mlp, MoE) else self.mlp(normed_BMD)
+        return x_BMD + mixed_BMD
+
+
+class Encoder(nn.Module):
+    """A stack of blocks and a last norm. `make_mlp(index)` gives what stands in the MLP's place of each block."""
+
+    def __init__(
+        self,
+        dim: int,
+        depth: int,
+        heads: int,
+        make_mlp: Callable[[int], nn.Module],
+        *,
+        qk_norm: bool = True,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+    ):
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(
+            Block(
+                dim,
+                Attention(dim, heads, qk_norm=qk_norm, dropout=attention_dropout),
+                make_mlp(index),
+                dropout=dropout,
+            )
+            for index in range(depth)
+        )
+        self.norm = nn.LayerNorm(dim, eps=NORM_EPS)
+        self.checkpoint_blocks = False
+
+    def forward(self, x_BMD: Tensor, mask_BM: Tensor | None = None) -> Tensor:
+        x_BMD = self.dropout(x_BMD)
+        for block in self.blocks:
+            if self.checkpoint_blocks and self.training:
+                x_BMD = checkpoint(block, x_BMD, mask_BM, use_reentrant=False)
+            else:
+                x_BMD = block(x_BMD, mask_BM)
+        return self.norm(x_BMD)
+
+
+def xavier_uniform_(weight: Tensor, fan_in: int, fan_out: int) -> None:
+    """Fans are said, not read from the tensor: packed and stacked weights would give the wrong ones."""
+    bound = math.sqrt(6.0 / (fan_in + fan_out))
+    nn.init.uniform_(weight, -bound, bound)

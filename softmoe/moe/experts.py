@@ -1,0 +1,71 @@
+"""N independent MLPs as stacked weights: one batched product per linear, no loop over experts.
+
+Letters: N experts, S rows per expert, D width, H hidden width.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from softmoe.moe.routing import at_least_one
+
+
+class Experts(nn.Module):
+    """(N, S, D) -> (N, S, D): gelu(x w1 + b1) w2 + b2, each expert with its own weights.
+
+    `identical_init=True` starts all experts as copies of one draw, as the reference code does; the router must
+    then break the symmetry. False draws each expert on its own.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        num_experts: int,
+        *,
+        dropout: float = 0.0,
+        identical_init: bool = False,
+    ):
+        super().__init__()
+        D, H, N = at_least_one("dim", dim), at_least_one("hidden_dim", hidden_dim), num_experts
+        at_least_one("num_experts", N)
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+        self.dim, self.hidden_dim, self.num_experts = D, H, N
+        self.dropout = dropout
+        self.identical_init = identical_init
+        self.w1 = nn.Parameter(torch.empty(N, D, H))
+        self.b1 = nn.Parameter(torch.empty(N, H))
+        self.w2 = nn.Parameter(torch.empty(N, H, D))
+        self.b2 = nn.Parameter(torch.empty(N, D))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Xavier-uniform with the fans of one expert (D and H), never those of the stacked tensor."""
+        bound = math.sqrt(6.0 / (self.dim + self.hidden_dim))
+        with torch.no_grad():
+            for parameter in (self.w1, self.b1, self.w2, self.b2):
+                drawn = parameter[:1] if self.identical_init else parameter
+                if parameter.ndim == 3:
+                    drawn.uniform_(-bound, bound)
+                else:
+                    drawn.normal_(std=1e-6)
+                if self.identical_init:
+                    parameter[1:] = drawn
+
+    def forward(self, x_NSD: Tensor) -> Tensor:
+        if x_NSD.ndim != 3 or x_NSD.shape[0] != self.num_experts or x_NSD.shape[2] != self.dim:
+            raise ValueError(
+                f"expected slots of shape ({self.num_experts}, rows, {self.dim}), got {tuple(x_NSD.shape)}"
+            )
+        hidden_NSH = torch.baddbmm(self.b1.unsqueeze(1), x_NSD, self.w1)
+        active_NSH = F.gelu(hidden_NSH, approximate="tanh")
+        if self.dropout:
+            active_NSH = F.dropout(active_NSH, self.dropout, self.training)
+        y_NSD = torch.baddbmm(self.b2.unsqueeze(1), active_NSH, self.w2)
+        return F.dropout(y_NSD, self.dropout, self.training) if self.dropout else y_NSD
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, hidden_dim={self.hidden_dim}, num_experts={self.num_experts}"

@@ -1,0 +1,76 @@
+"""Routers whose weights do not depend on what the tokens say: the paper's ablations (section 3.6, Appendix A).
+
+Letters: B images, M tokens, D width, N experts, P slots per expert.
+"""
+
+import torch
+from torch import Tensor
+
+from softmoe.moe.routing import (
+    DenseRouting,
+    Router,
+    SparseRouting,
+    at_least_one,
+    check_tokens,
+    routing_dtype,
+)
+from softmoe.moe.soft import SoftRouter, softmax_over_slots, softmax_over_tokens
+
+
+class IdentityRouter(Router):
+    """Tokens are not mixed: token i goes to expert i mod N, whole, and comes back with weight 1.
+
+    An expert gets as many rows as the round robin needs, ceil(M / N), so no token is ever dropped, whatever the
+    numbers of tokens and experts are. With M = N this is the identity matrix for dispatch and combine.
+    """
+
+    def forward(self, x_BMD: Tensor, mask_BM: Tensor | None = None) -> SparseRouting:
+        check_tokens(x_BMD, mask_BM, self.dim)
+        B, M, _ = x_BMD.shape
+        N = self.num_experts
+        rounds = -(-M // N)
+        token_NR = torch.arange(rounds * N, device=x_BMD.device).view(rounds, N).T
+        image_B = torch.arange(B, device=x_BMD.device)
+        token_NBR = token_NR[:, None, :] + M * image_B[None, :, None]
+        filled_NBR = (token_NR < M)[:, None, :].expand_as(token_NBR)
+        mask_T = x_BMD.new_ones(B * M, dtype=torch.bool) if mask_BM is None else mask_BM.flatten()
+        filled_NBR = filled_NBR & mask_T[token_NBR.clamp(max=B * M - 1)]
+        token_NS = torch.where(filled_NBR, token_NBR, B * M).flatten(1)
+        gate_NS = filled_NBR.flatten(1).to(routing_dtype(x_BMD.dtype))
+        return SparseRouting(token_NS, gate_NS, mask_T, (B, M))
+
+
+class UniformRouter(Router):
+    """Every slot is the mean token, every token gets the mean slot. Experts differ only by their first weights."""
+
+    def __init__(self, dim: int, num_experts: int, slots_per_expert: int = 1):
+        super().__init__(dim, num_experts)
+        self.slots_per_expert = at_least_one("slots_per_expert", slots_per_expert)
+
+    def forward(self, x_BMD: Tensor, mask_BM: Tensor | None = None) -> DenseRouting:
+        check_tokens(x_BMD, mask_BM, self.dim)
+        B, M, _ = x_BMD.shape
+        flat_BMNP = torch.zeros(
+            (B, M, self.num_experts, self.slots_per_expert),
+            dtype=routing_dtype(x_BMD.dtype),
+            device=x_BMD.device,
+        )
+        return DenseRouting(softmax_over_tokens(flat_BMNP, mask_BM), softmax_over_slots(flat_BMNP, mask_BM))
+
+
+class SoftUniformRouter(SoftRouter):
+    """Learned dispatch, uniform combine: every token of an image gets the same update."""
+
+    def forward(self, x_BMD: Tensor, mask_BM: Tensor | None = None) -> DenseRouting:
+        logits_BMNP = self.logits(x_BMD, mask_BM)
+        flat_BMNP = torch.zeros_like(logits_BMNP)
+        return DenseRouting(softmax_over_tokens(logits_BMNP, mask_BM), softmax_over_slots(flat_BMNP, mask_BM))
+
+
+class UniformSoftRouter(SoftRouter):
+    """Uniform dispatch, learned combine: every slot is the mean token."""
+
+    def forward(self, x_BMD: Tensor, mask_BM: Tensor | None = None) -> DenseRouting:
+        logits_BMNP = self.logits(x_BMD, mask_BM)
+        flat_BMNP = torch.zeros_like(logits_BMNP)
+        return DenseRouting(softmax_over_tokens(flat_BMNP, mask_BM), softmax_over_slots(logits_BMNP, mask_BM))

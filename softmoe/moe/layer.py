@@ -1,0 +1,74 @@
+"""An MoE layer is a router and experts.
+
+Letters: B images, M tokens, D width, N experts, S rows per expert.
+"""
+
+from torch import Tensor, nn
+
+from softmoe.moe.experts import Experts
+from softmoe.moe.routing import Router
+from softmoe.moe.soft import SoftRouter
+
+
+class MoE(nn.Module):
+    """(B, M, D) -> (B, M, D). `mask_BM` is True at real tokens; the others give nothing and receive zero."""
+
+    def __init__(self, router: Router, experts: nn.Module):
+        super().__init__()
+        for name in ("dim", "num_experts"):
+            ours, theirs = getattr(router, name), getattr(experts, name, None)
+            if theirs is not None and ours != theirs:
+                raise ValueError(f"router and experts disagree on {name}: {ours} and {theirs}")
+        self.router = router
+        self.experts = experts
+
+    def forward(self, x_BMD: Tensor, mask_BM: Tensor | None = None) -> Tensor:
+        routing = self.router(x_BMD, mask_BM)
+        slots_NSD = routing.dispatch(x_BMD)
+        outputs_NSD = self.experts(slots_NSD)
+        return routing.combine(outputs_NSD)
+
+
+class SoftMoE(MoE):
+    """The ready-made Soft MoE layer, to stand where an MLP stands.
+
+    Takes tokens (B, M, D), single vectors (B, D) and feature maps (B, D, height, width); returns the same shape.
+    Use about as many slots (experts x slots per expert) as tokens for the cost of one MLP. The number of slots is
+    fixed, the number of tokens is free.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        slots_per_expert: int = 1,
+        hidden_dim: int | None = None,
+        *,
+        normalize: bool = True,
+        noise_std: float = 0.0,
+        dropout: float = 0.0,
+        identical_init: bool = False,
+    ):
+        hidden_dim = 4 * dim if hidden_dim is None else hidden_dim
+        super().__init__(
+            SoftRouter(dim, num_experts, slots_per_expert, normalize=normalize, noise_std=noise_std),
+            Experts(dim, hidden_dim, num_experts, dropout=dropout, identical_init=identical_init),
+        )
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, is_causal: bool = False) -> Tensor:
+        if is_causal:
+            raise ValueError(
+                "Soft MoE cannot be causal: every slot averages all tokens of the sequence, so each output would see "
+                "the future. Use it in encoders, or a router that treats tokens one by one"
+            )
+        if x.ndim == 3:
+            return super().forward(x, mask)
+        if mask is not None:
+            raise ValueError(f"a mask needs tokens of shape (batch, tokens, dim), got {tuple(x.shape)}")
+        if x.ndim == 2:
+            return super().forward(x.unsqueeze(1)).squeeze(1)
+        if x.ndim == 4:
+            return super().forward(x.flatten(2).transpose(1, 2)).transpose(1, 2).view_as(x)
+        raise ValueError(
+            f"expected (batch, tokens, dim), (batch, dim) or (batch, dim, height, width), got {tuple(x.shape)}"
+        )

@@ -1,0 +1,160 @@
+"""The contract between a router and the rest of an MoE layer.
+
+Letters: B images, M tokens, D width, N experts, P slots per expert, S rows per expert (B*P for dense routings).
+
+A router looks at the tokens and returns a `Routing`. A routing moves tokens into the experts' slots and brings
+the outputs back; the experts never learn which router filled them:
+
+    routing = router(x_BMD, mask_BM)
+    y_BMD = routing.combine(experts(routing.dispatch(x_BMD)))
+"""
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+
+class Routing(ABC):
+    """Where the tokens of one batch go, and how the slots come back."""
+
+    @abstractmethod
+    def dispatch(self, x_BMD: Tensor) -> Tensor:
+        """Fill the slots: (B, M, D) -> (N, S, D)."""
+
+    @abstractmethod
+    def combine(self, slots_NSD: Tensor) -> Tensor:
+        """Bring the slots back to the tokens: (N, S, D) -> (B, M, D)."""
+
+    @property
+    @abstractmethod
+    def auxiliary_loss(self) -> Tensor:
+        """Scalar to add to the training loss, zero where the router has none."""
+
+
+class Router(nn.Module, ABC):
+    """Base of all routers: `router(x_BMD, mask_BM=None) -> Routing`. The mask is True at real tokens."""
+
+    def __init__(self, dim: int, num_experts: int):
+        super().__init__()
+        self.dim = at_least_one("dim", dim)
+        self.num_experts = at_least_one("num_experts", num_experts)
+
+    @abstractmethod
+    def forward(self, x_BMD: Tensor, mask_BM: Tensor | None = None) -> Routing: ...
+
+
+@dataclass(frozen=True)
+class DenseRouting(Routing):
+    """Every slot is a weighted average of tokens, every token a weighted average of slots.
+
+    Both weights are (B, M, N, P). Dispatch weights sum to 1 over M, combine weights over (N, P).
+    """
+
+    dispatch_weights: Tensor
+    combine_weights: Tensor
+
+    def dispatch(self, x_BMD: Tensor) -> Tensor:
+        B, M, N, P = self.dispatch_weights.shape
+        weights_BMS = self.dispatch_weights.flatten(2).to(x_BMD.dtype)
+        slots_BSD = weights_BMS.transpose(1, 2) @ x_BMD
+        return slots_BSD.unflatten(1, (N, P)).transpose(0, 1).reshape(N, B * P, -1)
+
+    def combine(self, slots_NSD: Tensor) -> Tensor:
+        B, M, N, P = self.combine_weights.shape
+        slots_BSD = slots_NSD.unflatten(1, (B, P)).transpose(0, 1).reshape(B, N * P, -1)
+        return self.combine_weights.flatten(2).to(slots_BSD.dtype) @ slots_BSD
+
+    @property
+    def auxiliary_loss(self) -> Tensor:
+        return self.dispatch_weights.new_zeros(())
+
+
+@dataclass(frozen=True)
+class SparseRouting(Routing):
+    """Every slot holds at most one token; rows are moved by index.
+
+    token_of_slot_NS   which of the B*M tokens lies in the slot, or B*M where the slot is empty
+    gate_NS            the weight its output has in that token (0 where empty)
+    mask_T             True at real tokens, flat over B*M
+    """
+
+    token_of_slot_NS: Tensor
+    gate_NS: Tensor
+    mask_T: Tensor
+    shape: tuple[int, int]
+    loss: Tensor | None = None
+
+    def dispatch(self, x_BMD: Tensor) -> Tensor:
+        N, S = self.token_of_slot_NS.shape
+        x_TD = x_BMD.flatten(0, 1)
+        rows_TD = torch.cat([x_TD, x_TD.new_zeros(1, x_TD.shape[1])])  # the last row fills empty slots
+        return rows_TD.index_select(0, self.token_of_slot_NS.flatten()).unflatten(0, (N, S))
+
+    def combine(self, slots_NSD: Tensor) -> Tensor:
+        B, M = self.shape
+        weighted_RD = (slots_NSD * self.gate_NS.unsqueeze(-1).to(slots_NSD.dtype)).flatten(0, 1)
+        y_TD = weighted_RD.new_zeros(B * M + 1, weighted_RD.shape[1])
+        y_TD = y_TD.index_add(0, self.token_of_slot_NS.flatten(), weighted_RD)
+        return y_TD[:-1].unflatten(0, (B, M))
+
+    @property
+    def auxiliary_loss(self) -> Tensor:
+        return self.gate_NS.new_zeros(()) if self.loss is None else self.loss
+
+    @cached_property
+    def experts_per_token(self) -> Tensor:
+        """(B, M) int: in how many slots each token lies."""
+        B, M = self.shape
+        count_T = self.token_of_slot_NS.new_zeros(B * M + 1)
+        token_R = self.token_of_slot_NS.flatten()
+        return count_T.index_add(0, token_R, torch.ones_like(token_R))[:-1].view(B, M)
+
+    @cached_property
+    def dropped(self) -> Tensor:
+        """(B, M) bool: real tokens that no expert processes. They get exactly 0 from the layer."""
+        return (self.experts_per_token == 0) & self.mask_T.view(self.shape)
+
+    @cached_property
+    def load(self) -> Tensor:
+        """(N,) int: filled slots per expert."""
+        return (self.token_of_slot_NS < self.mask_T.numel()).sum(1)
+
+
+def at_least_one(name: str, value: int) -> int:
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+    return value
+
+
+def check_tokens(x_BMD: Tensor, mask_BM: Tensor | None, dim: int) -> None:
+    """One clear sentence for a wrong rank, width or mask, before a product five levels down fails."""
+    if x_BMD.ndim != 3 or x_BMD.shape[-1] != dim:
+        raise ValueError(f"expected tokens of shape (batch, tokens, {dim}), got {tuple(x_BMD.shape)}")
+    if mask_BM is None:
+        return
+    if mask_BM.ndim == 3:
+        raise ValueError(
+            f"expected a padding mask of shape (batch, tokens), got {tuple(mask_BM.shape)}: routing mixes all tokens "
+            "of a sequence, so attention masks (causal ones among them) cannot be honored"
+        )
+    if mask_BM.shape != x_BMD.shape[:2] or mask_BM.dtype != torch.bool:
+        raise ValueError(
+            f"expected a bool mask of shape {tuple(x_BMD.shape[:2])}, True at real tokens, "
+            f"got {mask_BM.dtype} of shape {tuple(mask_BM.shape)}"
+        )
+
+
+def routing_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Logits and softmaxes are computed in float32 at least, whatever the model runs in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def no_autocast(x: Tensor) -> AbstractContextManager:
+    """Products inside keep their dtype under autocast; a device that has no autocast needs nothing."""
+    if not torch.amp.autocast_mode.is_autocast_available(x.device.type):
+        return nullcontext()
+    return torch.autocast(x.device.type, enabled=False)

@@ -1,0 +1,103 @@
+"""Soft MoE routing: Algorithm 1 of "From Sparse to Soft Mixtures of Experts" with the normalization of section 2.3.
+
+Letters: B images, M tokens, D width, N experts, P slots per expert.
+
+Each slot has a learned vector. Tokens and slot vectors are normalized and compared; the same logits give
+
+    dispatch weights   softmax over the tokens:  each slot is a weighted average of all tokens of its image
+    combine weights    softmax over the slots:   each token is a weighted average of all slot outputs
+
+The routing normalizes a private copy; the tokens that are mixed are the ones that came in.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from softmoe.moe.routing import DenseRouting, Router, at_least_one, check_tokens, no_autocast, routing_dtype
+
+EPS = 1e-6  # inside the root, so that a zero vector has a zero direction and a finite gradient
+
+
+class SoftRouter(Router):
+    """Slot (n, p) belongs to expert n.
+
+    `normalize=False` gives plain logits x @ phi, as in the paper's study of collapse. `noise_std` adds Gaussian
+    noise to the logits in training mode.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        slots_per_expert: int = 1,
+        *,
+        normalize: bool = True,
+        noise_std: float = 0.0,
+        scale_init: float = 1.0,
+    ):
+        super().__init__(dim, num_experts)
+        self.slots_per_expert = at_least_one("slots_per_expert", slots_per_expert)
+        self.noise_std = noise_std
+        self.scale_init = scale_init
+        self.phi = nn.Parameter(torch.empty(dim, num_experts, slots_per_expert))
+        self.scale = nn.Parameter(torch.empty(())) if normalize else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The reference draws phi with fan-in D*N. Only its direction matters, but the small norm lets it turn fast."""
+        lecun_normal_(self.phi, fan_in=self.dim * self.num_experts)
+        if self.scale is not None:
+            nn.init.constant_(self.scale, self.scale_init)
+
+    def forward(self, x_BMD: Tensor, mask_BM: Tensor | None = None) -> DenseRouting:
+        logits_BMNP = self.logits(x_BMD, mask_BM)
+        dispatch_BMNP = softmax_over_tokens(logits_BMNP, mask_BM)
+        combine_BMNP = softmax_over_slots(logits_BMNP, mask_BM)
+        return DenseRouting(dispatch_BMNP, combine_BMNP)
+
+    def logits(self, x_BMD: Tensor, mask_BM: Tensor | None = None) -> Tensor:
+        check_tokens(x_BMD, mask_BM, self.dim)
+        dtype = routing_dtype(x_BMD.dtype)
+        with no_autocast(x_BMD):
+            tokens_BMD = x_BMD.to(dtype)
+            slots_DS = self.phi.to(dtype).flatten(1)
+            if self.scale is not None:
+                tokens_BMD = l2_normalize(tokens_BMD, dim=-1)
+                slots_DS = l2_normalize(slots_DS, dim=0) * self.scale.to(dtype)
+            logits_BMS = tokens_BMD @ slots_DS
+        if self.training and self.noise_std > 0:
+            logits_BMS = logits_BMS + self.noise_std * torch.randn_like(logits_BMS)
+        return logits_BMS.unflatten(2, (self.num_experts, self.slots_per_expert))
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.dim}, num_experts={self.num_experts}, slots_per_expert={self.slots_per_expert}, "
+            f"normalize={self.scale is not None}"
+        )
+
+
+def softmax_over_tokens(logits_BMNP: Tensor, mask_BM: Tensor | None) -> Tensor:
+    """Dispatch weights. Masked tokens give exactly nothing, also in an image without any real token."""
+    if mask_BM is None:
+        return logits_BMNP.softmax(dim=1)
+    mask_BM11 = mask_BM[:, :, None, None]
+    lowest = torch.finfo(logits_BMNP.dtype).min
+    return logits_BMNP.masked_fill(~mask_BM11, lowest).softmax(dim=1) * mask_BM11
+
+
+def softmax_over_slots(logits_BMNP: Tensor, mask_BM: Tensor | None) -> Tensor:
+    """Combine weights, jointly over (N, P). Masked tokens receive exactly nothing."""
+    weights_BMNP = logits_BMNP.flatten(2).softmax(dim=2).view_as(logits_BMNP)
+    return weights_BMNP if mask_BM is None else weights_BMNP * mask_BM[:, :, None, None]
+
+
+def l2_normalize(x: Tensor, dim: int) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(dim, keepdim=True) + EPS)
+
+
+def lecun_normal_(weight: Tensor, fan_in: int) -> None:
+    """Normal of variance 1/fan_in, cut at two standard deviations (0.8796 is the deviation left after the cut)."""
+    std = math.sqrt(1.0 / fan_in) / 0.87962566103423978
+    nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)

@@ -1,0 +1,273 @@
+"""Sparse routers: Tokens Choice (each token picks experts) and Experts Choice (each expert picks tokens).
+
+Letters: B images, M tokens, D width, N experts, K choices per token, G groups, L tokens per group, C slots per
+expert and group (the capacity); T = B*M tokens in all, S = G*C rows per expert.
+
+Tokens are routed in groups: one image by default, or `group_size` consecutive tokens, which may span images. A
+last group that is not full is padded with masked tokens. Rows are moved by index (see SparseRouting): nothing of
+size L x N x C is ever made.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from softmoe.moe.losses import gshard_loss, importance_loss, load_loss
+from softmoe.moe.routing import (
+    Router,
+    SparseRouting,
+    at_least_one,
+    check_tokens,
+    no_autocast,
+    routing_dtype,
+)
+from softmoe.moe.soft import lecun_normal_
+
+
+@dataclass(frozen=True)
+class Gates:
+    """What both sparse routers start from. `noisy` logits equal the clean ones when there is no noise."""
+
+    logits_GLN: Tensor
+    noisy_GLN: Tensor
+    gates_GLN: Tensor
+    mask_GL: Tensor
+    noise_scale: float
+
+
+class SparseRouter(Router):
+    """The common part: gate logits, noise, groups and capacity."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        *,
+        capacity_factor: float = 1.0,
+        capacity: int | None = None,
+        capacity_rounding: str = "round",
+        capacity_multiple_of: int = 1,
+        group_size: int | None = None,
+        noise_std: float = 1.0,
+    ):
+        super().__init__(dim, num_experts)
+        if capacity_factor <= 0:
+            raise ValueError(f"capacity_factor must be above 0, got {capacity_factor}")
+        if capacity_rounding not in ("round", "ceil"):
+            raise ValueError(f"capacity_rounding must be 'round' or 'ceil', got {capacity_rounding!r}")
+        self.capacity_factor = capacity_factor
+        self.fixed_capacity = None if capacity is None else at_least_one("capacity", capacity)
+        self.capacity_rounding = capacity_rounding
+        self.capacity_multiple_of = at_least_one("capacity_multiple_of", capacity_multiple_of)
+        self.group_size = None if group_size is None else at_least_one("group_size", group_size)
+        self.noise_std = noise_std
+        self.weight = nn.Parameter(torch.empty(dim, num_experts))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        lecun_normal_(self.weight, fan_in=self.dim)
+
+    def capacity(self, group_size: int, choices: int = 1) -> int:
+        """Slots per expert and group: L * K * factor / N, half to even, at least 1 (the paper's convention)."""
+        if self.fixed_capacity is not None:
+            return self.fixed_capacity
+        exact = group_size * choices * self.capacity_factor / self.num_experts
+        whole = round(exact) if self.capacity_rounding == "round" else math.ceil(exact)
+        multiple = self.capacity_multiple_of
+        return max(1, -(-whole // multiple) * multiple)
+
+    def compute_gates(self, x_BMD: Tensor, mask_BM: Tensor | None) -> Gates:
+        check_tokens(x_BMD, mask_BM, self.dim)
+        B, M, _ = x_BMD.shape
+        dtype = routing_dtype(x_BMD.dtype)
+        with no_autocast(x_BMD):
+            logits_TN = x_BMD.flatten(0, 1).to(dtype) @ self.weight.to(dtype)
+        noise_scale = self.noise_std / self.num_experts if self.training else 0.0
+        noisy_TN = logits_TN + noise_scale * torch.randn_like(logits_TN) if noise_scale else logits_TN
+        mask_T = logits_TN.new_ones(B * M, dtype=torch.bool) if mask_BM is None else mask_BM.flatten()
+        size = self.group_size or M
+        logits_GLN, noisy_GLN = into_groups(logits_TN, size), into_groups(noisy_TN, size)
+        gates_GLN = noisy_GLN.softmax(-1)
+        return Gates(logits_GLN, noisy_GLN, gates_GLN, into_groups(mask_T, size), noise_scale)
+
+    def extra_repr(self) -> str:
+        capacity = f"capacity={self.fixed_capacity}" if self.fixed_capacity else f"capacity_factor={self.capacity_factor}"
+        return f"{self.dim}, num_experts={self.num_experts}, {capacity}, group_size={self.group_size}"
+
+
+class TokensChoiceRouter(SparseRouter):
+    """Each token goes to the K experts of its largest gates, while they have room.
+
+    First choices of all tokens come before all second choices. Inside each, the order is that of the tokens, or,
+    with batch priority, of decreasing largest gate. Who comes after an expert is full loses that choice.
+    The weight of an expert's output is the raw gate, not normalized over the chosen ones.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        top_k: int = 1,
+        capacity_factor: float = 1.0,
+        batch_priority: bool = True,
+        group_size: int | None = None,
+        noise_std: float = 1.0,
+        importance_weight: float = 0.005,
+        load_weight: float = 0.005,
+        gshard_weight: float = 0.0,
+        *,
+        capacity: int | None = None,
+        capacity_rounding: str = "round",
+        capacity_multiple_of: int = 1,
+    ):
+        super().__init__(
+            dim,
+            num_experts,
+            capacity_factor=capacity_factor,
+            capacity=capacity,
+            capacity_rounding=capacity_rounding,
+            capacity_multiple_of=capacity_multiple_of,
+            group_size=group_size,
+            noise_std=noise_std,
+        )
+        if not 1 <= top_k <= num_experts:
+            raise ValueError(f"top_k must be between 1 and the {num_experts} experts, got {top_k}")
+        self.top_k = top_k
+        self.batch_priority = batch_priority
+        self.importance_weight = importance_weight
+        self.load_weight = load_weight
+        self.gshard_weight = gshard_weight
+
+    def forward(self, x_BMD: Tensor, mask_BM: Tensor | None = None) -> SparseRouting:
+        g = self.compute_gates(x_BMD, mask_BM)
+        G, L, N = g.gates_GLN.shape
+        T = x_BMD.shape[0] * x_BMD.shape[1]
+        capacity = self.capacity(L, self.top_k)
+        gate_GLK, expert_GLK = top_k_first(g.gates_GLN, self.top_k)
+        priority_GL = gate_GLK[..., 0].detach() if self.batch_priority else None
+        position_GLK = buffer_positions(expert_GLK, priority_GL, g.mask_GL)
+        kept_GLK = (position_GLK < capacity) & g.mask_GL.unsqueeze(-1)
+
+        group_G11 = torch.arange(G, device=x_BMD.device).view(G, 1, 1)
+        slot_GLK = (expert_GLK * G + group_G11) * capacity + position_GLK
+        slot_GLK = torch.where(kept_GLK, slot_GLK, N * G * capacity)  # one row more, for what is dropped
+        token_GLK = torch.arange(G * L, device=x_BMD.device).view(G, L, 1).expand_as(slot_GLK)
+        token_R = token_GLK.new_full((N * G * capacity + 1,), T)
+        token_R = token_R.scatter(0, slot_GLK.flatten(), token_GLK.flatten())[:-1]
+        gate_R = gate_GLK.new_zeros(N * G * capacity + 1)
+        gate_R = gate_R.scatter(0, slot_GLK.flatten(), gate_GLK.flatten())[:-1]
+        shape = (N, G * capacity)
+        return SparseRouting(
+            token_R.view(shape),
+            gate_R.view(shape),
+            g.mask_GL.flatten()[:T],
+            (x_BMD.shape[0], x_BMD.shape[1]),
+            self.balance_loss(g, expert_GLK[..., 0]),
+        )
+
+    def balance_loss(self, g: Gates, first_GL: Tensor) -> Tensor:
+        """Weighted sum of the terms whose weight is not zero, averaged over groups. Load needs noise to be defined."""
+        total_G = g.gates_GLN.new_zeros(g.gates_GLN.shape[0])
+        if self.importance_weight:
+            clean_GLN = g.logits_GLN.softmax(-1) if g.noise_scale else g.gates_GLN
+            total_G = total_G + self.importance_weight * importance_loss(clean_GLN, g.mask_GL)
+        if self.load_weight and g.noise_scale:
+            load_G = load_loss(g.logits_GLN, g.noisy_GLN, g.noise_scale, self.top_k, g.mask_GL)
+            total_G = total_G + self.load_weight * load_G
+        if self.gshard_weight:
+            total_G = total_G + self.gshard_weight * gshard_loss(g.gates_GLN, first_GL, g.mask_GL)
+        return total_G.mean()
+
+
+class ExpertsChoiceRouter(SparseRouter):
+    """Each expert takes the C tokens of its group with the largest gates, the first of equal ones first.
+
+    The softmax is over experts, per token. A token may be taken by any number of experts, or by none.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        capacity_factor: float = 1.0,
+        group_size: int | None = None,
+        noise_std: float = 1.0,
+        *,
+        capacity: int | None = None,
+        capacity_rounding: str = "round",
+        capacity_multiple_of: int = 1,
+    ):
+        super().__init__(
+            dim,
+            num_experts,
+            capacity_factor=capacity_factor,
+            capacity=capacity,
+            capacity_rounding=capacity_rounding,
+            capacity_multiple_of=capacity_multiple_of,
+            group_size=group_size,
+            noise_std=noise_std,
+        )
+
+    def forward(self, x_BMD: Tensor, mask_BM: Tensor | None = None) -> SparseRouting:
+        g = self.compute_gates(x_BMD, mask_BM)
+        G, L, N = g.gates_GLN.shape
+        T = x_BMD.shape[0] * x_BMD.shape[1]
+        capacity = self.capacity(L)
+        if capacity > L:
+            raise ValueError(
+                f"each expert would take {capacity} tokens of a group of {L}: lower the capacity, or group more tokens"
+            )
+        gates_NGL = g.gates_GLN.masked_fill(~g.mask_GL.unsqueeze(-1), 0.0).permute(2, 0, 1)
+        ranked_NGL = gates_NGL.masked_fill(~g.mask_GL, -1.0)  # masked tokens come last
+        token_NGC = ranked_NGL.detach().sort(dim=-1, descending=True, stable=True).indices[..., :capacity]
+        gate_NGC = gates_NGL.gather(-1, token_NGC)
+        real_NGC = g.mask_GL.expand(N, G, L).gather(-1, token_NGC)
+        group_G1 = torch.arange(G, device=x_BMD.device).view(G, 1)
+        token_NGC = torch.where(real_NGC, token_NGC + L * group_G1, T)
+        return SparseRouting(
+            token_NGC.flatten(1),
+            gate_NGC.flatten(1),
+            g.mask_GL.flatten()[:T],
+            (x_BMD.shape[0], x_BMD.shape[1]),
+        )
+
+
+def into_groups(rows: Tensor, size: int) -> Tensor:
+    """(T, ...) -> (G, size, ...), the last group padded with zeros (False for a mask)."""
+    short = -rows.shape[0] % size
+    if short:
+        rows = torch.cat([rows, rows.new_zeros(short, *rows.shape[1:])])
+    return rows.unflatten(0, (-1, size))
+
+
+def top_k_first(gates_GLN: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Largest K gates and their experts, decreasing; of equal gates the lower expert first (topk promises no order)."""
+    rest_GLN = gates_GLN.detach()
+    experts = []
+    for _ in range(k):
+        experts.append(rest_GLN.max(-1, keepdim=True).indices)
+        rest_GLN = rest_GLN.scatter(-1, experts[-1], -1.0)
+    expert_GLK = torch.cat(experts, -1)
+    return gates_GLN.gather(-1, expert_GLK), expert_GLK
+
+
+def buffer_positions(expert_GLK: Tensor, priority_GL: Tensor | None, mask_GL: Tensor) -> Tensor:
+    """How many choices of the same expert come before each choice: its place in the expert's buffer.
+
+    Order: all first choices, then all second ones; inside each by priority (equal ones and no priority: token order).
+    Masked tokens stand behind everyone.
+    """
+    G, L, K = expert_GLK.shape
+    key_GL = priority_GL if priority_GL is not None else mask_GL.to(torch.float32)
+    key_GL = key_GL.masked_fill(~mask_GL, -1.0)
+    token_GL = key_GL.sort(dim=1, descending=True, stable=True).indices
+    token_GKL = token_GL.unsqueeze(1).expand(G, K, L)
+    masked_expert_GKL = expert_GLK.masked_fill(~mask_GL.unsqueeze(-1), torch.iinfo(expert_GLK.dtype).max).transpose(1, 2)
+    queue_GQ = masked_expert_GKL.gather(2, token_GKL).flatten(1)  # experts asked for, in order
+    sorted_GQ, order_GQ = queue_GQ.sort(dim=1, stable=True)
+    first_GQ = torch.searchsorted(sorted_GQ, sorted_GQ)  # where each expert's run begins
+    rank_GQ = torch.arange(L * K, device=expert_GLK.device) - first_GQ
+    place_GKL = torch.empty_like(rank_GQ).scatter(1, order_GQ, rank_GQ).view(G, K, L)
+    return torch.empty_like(place_GKL).scatter(2, token_GKL, place_GKL).transpose(1, 2)
