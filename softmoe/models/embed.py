@@ -35,35 +35,45 @@ class PatchEmbed(nn.Module):
 
 
 class LearnedPositions(nn.Module):
-    """Adds a learned vector per grid cell. The table is resampled when the image has another size."""
+    """A learned vector per grid cell, and one per prefix token (the class token). Cells are resampled to any grid."""
 
-    def __init__(self, grid: tuple[int, int], dim: int):
+    def __init__(self, grid: tuple[int, int], dim: int, prefix: int = 0):
         super().__init__()
-        self.grid = grid
-        self.table = nn.Parameter(torch.empty(1, grid[0] * grid[1], dim))
+        self.grid, self.prefix = grid, prefix
+        self.table = nn.Parameter(torch.empty(1, prefix + grid[0] * grid[1], dim))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.table, std=0.02)
 
     def forward(self, grid: tuple[int, int]) -> Tensor:
-        return resample(self.table, self.grid, grid)
+        if grid == self.grid:
+            return self.table
+        prefix, cells = self.table[:, : self.prefix], self.table[:, self.prefix :]
+        return torch.cat([prefix, resample(cells, self.grid, grid)], dim=1)
 
 
 class SinCosPositions(nn.Module):
-    """Fixed two-dimensional sine and cosine positions (MoCo v3); made anew for every grid, nothing to resample."""
+    """Fixed two-dimensional sines and cosines (MoCo v3), zero for prefix tokens; made anew for every grid."""
 
-    def __init__(self, grid: tuple[int, int], dim: int):
+    def __init__(self, grid: tuple[int, int], dim: int, prefix: int = 0):
         super().__init__()
         if dim % 4 or dim < 8:
             raise ValueError(f"sincos positions need a width that is a multiple of 4 and at least 8, got {dim}")
-        self.grid, self.dim = grid, dim
-        self.register_buffer("table", sincos_table(grid, dim), persistent=False)
+        self.grid, self.dim, self.prefix = grid, dim, prefix
+        self.table: Tensor
+        self.register_buffer("table", self.make(grid), persistent=False)
+
+    def make(self, grid: tuple[int, int]) -> Tensor:
+        table = sincos_table(grid, self.dim)
+        return torch.cat([table.new_zeros(1, self.prefix, self.dim), table], dim=1)
+
+    def reset_parameters(self) -> None:
+        """Fill the table again after the module was built without storage."""
+        self.table.copy_(self.make(self.grid))
 
     def forward(self, grid: tuple[int, int]) -> Tensor:
-        if grid == self.grid:
-            return self.table
-        return sincos_table(grid, self.dim).to(self.table)
+        return self.table if grid == self.grid else self.make(grid).to(self.table)
 
 
 def sincos_table(grid: tuple[int, int], dim: int, temperature: float = 10_000.0) -> Tensor:
@@ -78,8 +88,6 @@ def sincos_table(grid: tuple[int, int], dim: int, temperature: float = 10_000.0)
 
 def resample(table_1MD: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
     """Linear interpolation with the corners aligned, as the reference does when it changes resolution."""
-    if old == new:
-        return table_1MD
     image = table_1MD.unflatten(1, old).permute(0, 3, 1, 2)
     image = F.interpolate(image, size=new, mode="bilinear", align_corners=True)
     return image.flatten(2).transpose(1, 2)

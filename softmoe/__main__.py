@@ -1,0 +1,5 @@
+import sys
+
+from softmoe.cli import main
+
+sys.exit(main())

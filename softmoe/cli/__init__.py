@@ -1,0 +1,51 @@
+"""The command line: `softmoe COMMAND ...`. One file per command; each parses, calls one function and prints."""
+
+import difflib
+import sys
+from importlib import import_module
+
+COMMANDS = {
+    "bench": "time the layer and the models against the machine's roofline",
+    "cost": "parameters, FLOPs and the paper's cost columns, before anything runs",
+    "train": "train a model from a recipe",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command. A user's mistake ends in one line on stderr and exit code 2, never in a traceback."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if argv else 2
+    name, rest = argv[0], argv[1:]
+    if name == "--version":
+        from softmoe import __version__
+
+        print(f"softmoe {__version__}")
+        return 0
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f", did you mean {near[0]!r}?" if near else f"; commands are: {', '.join(COMMANDS)}"
+        return fail(f"unknown command {name!r}{hint}")
+    try:
+        return import_module(f"softmoe.cli.{name}").main(rest)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output (head, less) went away
+        sys.stderr.close()
+        return 0
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        return fail(str(error))
+
+
+def fail(message: str) -> int:
+    print(f"softmoe: error: {message}", file=sys.stderr)
+    return 2
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
+    return "\n".join(
+        ["usage: softmoe COMMAND [--help] ...", "", "Soft Mixture-of-Experts vision transformers.", "", *lines]
+    )

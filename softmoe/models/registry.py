@@ -1,0 +1,78 @@
+"""Models by name: `vit_s16`, `soft_s16_128e`, `tokens_choice_b32_32e`, ...
+
+A name is router, size letter, patch size and, with experts, their number (and slots per expert: `soft_s16_32e4p`).
+Every combination works; `list_models` names the usual ones.
+"""
+
+import difflib
+import re
+from dataclasses import fields, replace
+from typing import Any
+
+from softmoe.models.config import ROUTERS, MoEConfig, ViTConfig
+from softmoe.models.variants import PAPER_MODELS, SIZES
+from softmoe.models.vit import VisionTransformer
+
+_NAME = re.compile(r"(?P<router>[a-z_]+)_(?P<size>ti|[sblhgG])(?P<patch>\d+)(?:_(?P<experts>\d+)e(?:(?P<slots>\d+)p)?)?")
+_VIT_FIELDS = tuple(f.name for f in fields(ViTConfig) if f.name != "moe")
+_MOE_FIELDS = tuple(f.name for f in fields(MoEConfig))
+
+
+def list_models() -> list[str]:
+    """The usual names. Others of the same form (any patch size, any number of experts) work too."""
+    patches = {"ti": (16, 8), "s": (32, 16, 14, 8), "b": (32, 16), "l": (32, 16), "h": (14,), "g": (14,), "G": (14,)}
+    backbones = [f"{size}{patch}" for size, sizes in patches.items() for patch in sizes]
+    dense = [f"vit_{backbone}" for backbone in backbones]
+    sparse = [f"{router}_{backbone}_32e" for router in ROUTERS for backbone in backbones]
+    return sorted({*dense, *sparse, *PAPER_MODELS})
+
+
+def model_config(
+    name: str, *, num_classes: int | None = 1000, image_size: int | tuple[int, int] = 224, **overrides: Any
+) -> ViTConfig:
+    """The settings behind a name. Overrides are fields of ViTConfig or MoEConfig."""
+    match = _NAME.fullmatch(name)
+    if match is None or match["router"] not in ("vit", *ROUTERS):
+        near = difflib.get_close_matches(name, list_models(), n=3, cutoff=0.4)
+        raise ValueError(
+            f"unknown model {name!r}" + (f", did you mean {' or '.join(near)}?" if near else "")
+            + " Names look like vit_s16 or soft_s16_128e"
+        )
+    if (match["router"] == "vit") != (match["experts"] is None):
+        expected = "vit_s16" if match["router"] == "vit" else f"{match['router']}_{match['size']}{match['patch']}_32e"
+        raise ValueError(f"{name!r}: only models with experts end in their number, as in {expected}")
+    width, depth, mlp_dim, heads = SIZES[match["size"]]
+    config = ViTConfig(
+        image_size=image_size,
+        patch_size=int(match["patch"]),
+        width=width,
+        depth=depth,
+        mlp_dim=mlp_dim,
+        heads=heads,
+        num_classes=num_classes,
+    )
+    if match["experts"] is not None:
+        slots = int(match["slots"] or 1)
+        moe = MoEConfig(router=match["router"], num_experts=int(match["experts"]), slots_per_expert=slots)
+        config = replace(config, moe=moe)
+    return override(config, overrides)
+
+
+def override(config: ViTConfig, changes: dict[str, Any]) -> ViTConfig:
+    known = _VIT_FIELDS + (_MOE_FIELDS if config.moe else ())
+    for key in changes:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+            raise ValueError(f"unknown model option {key!r}, did you mean {near!r}?")
+    vit = {key: value for key, value in changes.items() if key in _VIT_FIELDS}
+    moe = {key: value for key, value in changes.items() if key in _MOE_FIELDS}
+    if moe and config.moe:
+        config = replace(config, moe=replace(config.moe, **moe))
+    return replace(config, **vit)
+
+
+def create_model(
+    name: str, *, num_classes: int | None = 1000, image_size: int | tuple[int, int] = 224, **overrides: Any
+) -> VisionTransformer:
+    """A freshly initialized model. Under `torch.device("meta")` it takes no memory."""
+    return VisionTransformer(model_config(name, num_classes=num_classes, image_size=image_size, **overrides))
