@@ -47,5 +47,11 @@ def usage() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
     return "\n".join(
-        ["usage: softmoe COMMAND [--help] ...", "", "Soft Mixture-of-Experts vision transformers.", "", *lines]
+        [
+            "usage: softmoe COMMAND [--help] ...",
+            "",
+            "Soft Mixture-of-Experts vision transformers.",
+            "",
+            *lines,
+        ]
     )

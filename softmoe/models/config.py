@@ -85,9 +85,7 @@ class MoEConfig:
     def make_layer(self, dim: int, hidden_dim: int, dropout: float) -> MoE:
         if self.expert_dropout is not None:
             dropout = self.expert_dropout
-        experts = Experts(
-            dim, hidden_dim, self.num_experts, dropout=dropout, identical_init=self.identical_init
-        )
+        experts = Experts(dim, hidden_dim, self.num_experts, dropout=dropout, identical_init=self.identical_init)
         return MoE(self.make_router(dim), experts)
 
     def moe_blocks(self, depth: int) -> tuple[int, ...]:

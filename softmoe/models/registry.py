@@ -13,14 +13,24 @@ from softmoe.models.config import ROUTERS, MoEConfig, ViTConfig
 from softmoe.models.variants import PAPER_MODELS, SIZES
 from softmoe.models.vit import VisionTransformer
 
-_NAME = re.compile(r"(?P<router>[a-z_]+)_(?P<size>ti|[sblhgG])(?P<patch>\d+)(?:_(?P<experts>\d+)e(?:(?P<slots>\d+)p)?)?")
+_NAME = re.compile(
+    r"(?P<router>[a-z_]+)_(?P<size>ti|[sblhgG])(?P<patch>\d+)(?:_(?P<experts>\d+)e(?:(?P<slots>\d+)p)?)?"
+)
 _VIT_FIELDS = tuple(f.name for f in fields(ViTConfig) if f.name != "moe")
 _MOE_FIELDS = tuple(f.name for f in fields(MoEConfig))
 
 
 def list_models() -> list[str]:
     """The usual names. Others of the same form (any patch size, any number of experts) work too."""
-    patches = {"ti": (16, 8), "s": (32, 16, 14, 8), "b": (32, 16), "l": (32, 16), "h": (14,), "g": (14,), "G": (14,)}
+    patches = {
+        "ti": (16, 8),
+        "s": (32, 16, 14, 8),
+        "b": (32, 16),
+        "l": (32, 16),
+        "h": (14,),
+        "g": (14,),
+        "G": (14,),
+    }
     backbones = [f"{size}{patch}" for size, sizes in patches.items() for patch in sizes]
     dense = [f"vit_{backbone}" for backbone in backbones]
     sparse = [f"{router}_{backbone}_32e" for router in ROUTERS for backbone in backbones]
@@ -35,7 +45,8 @@ def model_config(
     if match is None or match["router"] not in ("vit", *ROUTERS):
         near = difflib.get_close_matches(name, list_models(), n=3, cutoff=0.4)
         raise ValueError(
-            f"unknown model {name!r}" + (f", did you mean {' or '.join(near)}?" if near else "")
+            f"unknown model {name!r}"
+            + (f", did you mean {' or '.join(near)}?" if near else "")
             + " Names look like vit_s16 or soft_s16_128e"
         )
     if (match["router"] == "vit") != (match["experts"] is None):

@@ -93,7 +93,9 @@ class SparseRouter(Router):
         return Gates(logits_GLN, noisy_GLN, gates_GLN, into_groups(mask_T, size), noise_scale)
 
     def extra_repr(self) -> str:
-        capacity = f"capacity={self.fixed_capacity}" if self.fixed_capacity else f"capacity_factor={self.capacity_factor}"
+        capacity = (
+            f"capacity={self.fixed_capacity}" if self.fixed_capacity else f"capacity_factor={self.capacity_factor}"
+        )
         return f"{self.dim}, num_experts={self.num_experts}, {capacity}, group_size={self.group_size}"
 
 
@@ -264,7 +266,9 @@ def buffer_positions(expert_GLK: Tensor, priority_GL: Tensor | None, mask_GL: Te
     key_GL = key_GL.masked_fill(~mask_GL, -1.0)
     token_GL = key_GL.sort(dim=1, descending=True, stable=True).indices
     token_GKL = token_GL.unsqueeze(1).expand(G, K, L)
-    masked_expert_GKL = expert_GLK.masked_fill(~mask_GL.unsqueeze(-1), torch.iinfo(expert_GLK.dtype).max).transpose(1, 2)
+    masked_expert_GKL = expert_GLK.masked_fill(~mask_GL.unsqueeze(-1), torch.iinfo(expert_GLK.dtype).max).transpose(
+        1, 2
+    )
     queue_GQ = masked_expert_GKL.gather(2, token_GKL).flatten(1)  # experts asked for, in order
     sorted_GQ, order_GQ = queue_GQ.sort(dim=1, stable=True)
     first_GQ = torch.searchsorted(sorted_GQ, sorted_GQ)  # where each expert's run begins
