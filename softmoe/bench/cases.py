@@ -1,0 +1,121 @@
+"""The timed cases: the layer against an MLP of as many rows and against peers; whole models; the routers.
+
+Letters: B images, M tokens, D width, H hidden width, N experts, P slots per expert.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from softmoe.bench.peers import available_peers
+from softmoe.bench.roofline import Roofline
+from softmoe.bench.timing import Timing, interleave
+from softmoe.bench.work import Work, mlp, soft_layer, sparse_layer
+from softmoe.models import create_model
+from softmoe.models.transformer import MLP
+from softmoe.moe import Experts, ExpertsChoiceRouter, MoE, SoftMoE, SoftRouter, TokensChoiceRouter
+
+M, D, H = 196, 384, 1536  # S/16 at 224 pixels
+
+
+@dataclass(frozen=True)
+class Row:
+    case: str
+    phase: str
+    name: str
+    timing: Timing
+    roofline: float | None
+    """Least possible time of its work on this machine, divided by the measured time."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    module: nn.Module
+    x: Tensor
+    work: Work | None
+
+
+def bench_layer(roofline: Roofline, *, train: bool = True, seconds: float = 15.0) -> Iterator[Row]:
+    """S/16: 128 experts at batch 1, 8 and 32, and 32 experts with 4 slots at batch 32."""
+    peers, _ = available_peers()
+    for N, P, B in ((128, 1, 1), (128, 1, 8), (128, 1, 32), (32, 4, 32)):
+        tokens = torch.randn(B, M, D)
+        contenders = {
+            "softmoe": Contender(SoftMoE(D, N, P, H), tokens, soft_layer(B, M, D, H, N, P)),
+            "MLP, equal rows": Contender(MLP(D, H), torch.randn(B * N * P, D), mlp(B * N * P, D, H)),
+        }
+        for name, build in peers.items():
+            contenders[name] = Contender(build(D, H, N, P), tokens, None)
+        yield from compare(f"{N} experts x {P}, batch {B}", contenders, roofline, train=train, seconds=seconds)
+
+
+def bench_model(roofline: Roofline, *, train: bool = True, seconds: float = 30.0) -> Iterator[Row]:
+    """`soft_s16_128e` beside its dense backbone."""
+    from softmoe.budget import cost
+
+    for B in (1, 8, 32):
+        images = torch.randn(B, 3, 224, 224)
+        contenders = {}
+        for name in ("soft_s16_128e", "vit_s16"):
+            price = cost(name)
+            work = Work(B * price.macs, price.params, images.numel())
+            contenders[name] = Contender(create_model(name), images, work)
+        yield from compare(f"batch {B}", contenders, roofline, train=train and B == 8, seconds=seconds)
+
+
+def bench_routers(roofline: Roofline, *, seconds: float = 20.0) -> Iterator[Row]:
+    """The three routers on 8 images, at 32 and at 1,024 experts that they share. Forward only."""
+    for N, P in ((32, 6), (1024, 1)):
+        experts = Experts(D, H, N)
+        tokens = torch.randn(8, M, D)
+        routers = {
+            "soft": SoftRouter(D, N, P),
+            "tokens choice": TokensChoiceRouter(D, N),
+            "experts choice": ExpertsChoiceRouter(D, N),
+        }
+        capacity = routers["tokens choice"].capacity(M)
+        sparse = sparse_layer(8, M, D, H, N, capacity)
+        contenders = {
+            name: Contender(MoE(router, experts), tokens, soft_layer(8, M, D, H, N, P) if name == "soft" else sparse)
+            for name, router in routers.items()
+        }
+        yield from compare(f"{N} experts", contenders, roofline, train=False, seconds=seconds)
+
+
+def compare(
+    case: str, contenders: dict[str, Contender], roofline: Roofline, *, train: bool, seconds: float
+) -> Iterator[Row]:
+    for phase in ("forward", "train") if train else ("forward",):
+        make = forward_step if phase == "forward" else train_step
+        timings = interleave({name: make(c.module, c.x) for name, c in contenders.items()}, seconds=seconds)
+        for name, contender in contenders.items():
+            fraction = None
+            if contender.work is not None:
+                least = roofline.seconds(*getattr(contender.work, phase)())
+                fraction = least / timings[name].median
+            yield Row(case, phase, name, timings[name], fraction)
+
+
+def forward_step(module: nn.Module, x: Tensor) -> Callable[[], object]:
+    module.eval()
+
+    def step() -> object:
+        with torch.no_grad():
+            return module(x)
+
+    return step
+
+
+def train_step(module: nn.Module, x: Tensor) -> Callable[[], object]:
+    """Forward, backward and fused AdamW."""
+    module.train()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5, fused=True)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        module(x).square().mean().backward()
+        optimizer.step()
+
+    return step
