@@ -1,0 +1,27 @@
+"""Settings shared by all tests: reproducible draws, one thread, property tests without a clock."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+sys.path.insert(0, str(Path(__file__).parent))  # so that any test may `import oracle`
+
+settings.register_profile(
+    "softmoe",
+    deadline=None,
+    derandomize=True,
+    max_examples=25,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.load_profile("softmoe")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Every test starts from the same random state, on one thread, so that its result does not depend on its neighbors."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
