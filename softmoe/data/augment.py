@@ -1,0 +1,113 @@
+"""RandAugment (Cubuk et al., 2019) and random erasing (Zhong et al., 2017) on (h, w, 3) uint8 arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from PIL import Image, ImageEnhance, ImageOps
+
+_TOP = 30.0  # the largest magnitude
+_GRAY = (128, 128, 128)  # fills what a rotation or shift uncovers
+
+Operation = Callable[[Image.Image, float, np.random.Generator], Image.Image]  # (image, strength 0..1, rng)
+
+
+def rand_augment(image: np.ndarray, layers: int, magnitude: float, rng: np.random.Generator) -> np.ndarray:
+    """Apply `layers` operations, each drawn from the sixteen below, all at strength `magnitude` / 30."""
+    picture = Image.fromarray(np.ascontiguousarray(image))
+    for _ in range(layers):
+        operation = _OPERATIONS[int(rng.integers(len(_OPERATIONS)))]
+        picture = operation(picture, magnitude / _TOP, rng)
+    return np.asarray(picture)
+
+
+def random_erasing(image: np.ndarray, chance: float, rng: np.random.Generator) -> np.ndarray:
+    """With the given chance, a rectangle of 2-33 % of the area and aspect 0.3-3.3 becomes noise."""
+    if rng.random() >= chance:
+        return image
+    height, width = image.shape[:2]
+    for _ in range(10):
+        area = rng.uniform(0.02, 1 / 3) * height * width
+        aspect = np.exp(rng.uniform(np.log(0.3), np.log(3.3)))
+        box_height, box_width = round(float(np.sqrt(area * aspect))), round(float(np.sqrt(area / aspect)))
+        if 0 < box_height < height and 0 < box_width < width:
+            top, left = rng.integers(height - box_height + 1), rng.integers(width - box_width + 1)
+            erased = image.copy()
+            erased[top : top + box_height, left : left + box_width] = rng.integers(
+                0, 256, (box_height, box_width, 3), dtype=np.uint8
+            )
+            return erased
+    return image
+
+
+def _sign(value: float, rng: np.random.Generator) -> float:
+    return value if rng.random() < 0.5 else -value
+
+
+def _affine(picture: Image.Image, matrix: tuple[float, ...]) -> Image.Image:
+    return picture.transform(
+        picture.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR, fillcolor=_GRAY
+    )
+
+
+def _shear_x(picture: Image.Image, strength: float, rng: np.random.Generator) -> Image.Image:
+    shear = _sign(0.3 * strength, rng)
+    return _affine(picture, (1, shear, -shear * picture.height / 2, 0, 1, 0))
+
+
+def _shear_y(picture: Image.Image, strength: float, rng: np.random.Generator) -> Image.Image:
+    shear = _sign(0.3 * strength, rng)
+    return _affine(picture, (1, 0, 0, shear, 1, -shear * picture.width / 2))
+
+
+def _shift_x(picture: Image.Image, strength: float, rng: np.random.Generator) -> Image.Image:
+    return _affine(picture, (1, 0, _sign(0.45 * strength * picture.width, rng), 0, 1, 0))
+
+
+def _shift_y(picture: Image.Image, strength: float, rng: np.random.Generator) -> Image.Image:
+    return _affine(picture, (1, 0, 0, 0, 1, _sign(0.45 * strength * picture.height, rng)))
+
+
+def _rotate(picture: Image.Image, strength: float, rng: np.random.Generator) -> Image.Image:
+    return picture.rotate(_sign(30 * strength, rng), Image.Resampling.BILINEAR, fillcolor=_GRAY)
+
+
+def _posterize(picture: Image.Image, strength: float, rng: np.random.Generator) -> Image.Image:
+    return ImageOps.posterize(picture, 8 - round(4 * strength))
+
+
+def _solarize(picture: Image.Image, strength: float, rng: np.random.Generator) -> Image.Image:
+    return ImageOps.solarize(picture, 256 - round(256 * strength))
+
+
+def _solarize_add(picture: Image.Image, strength: float, rng: np.random.Generator) -> Image.Image:
+    add = round(110 * strength)
+    return picture.point([min(255, v + add) if v < 128 else v for v in range(256)] * 3)
+
+
+def _enhance(kind: type) -> Operation:
+    def operation(picture: Image.Image, strength: float, rng: np.random.Generator) -> Image.Image:
+        return kind(picture).enhance(1 + _sign(0.9 * strength, rng))
+
+    return operation
+
+
+_OPERATIONS: tuple[Operation, ...] = (
+    lambda picture, strength, rng: picture,
+    lambda picture, strength, rng: ImageOps.autocontrast(picture),
+    lambda picture, strength, rng: ImageOps.equalize(picture),
+    lambda picture, strength, rng: ImageOps.invert(picture),
+    _rotate,
+    _posterize,
+    _solarize,
+    _solarize_add,
+    _enhance(ImageEnhance.Color),
+    _enhance(ImageEnhance.Contrast),
+    _enhance(ImageEnhance.Brightness),
+    _enhance(ImageEnhance.Sharpness),
+    _shear_x,
+    _shear_y,
+    _shift_x,
+    _shift_y,
+)

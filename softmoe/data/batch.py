@@ -1,0 +1,203 @@
+"""One batch, made from its step number alone.
+
+Every random draw depends on (seed, step, place in the whole batch) and on nothing else: not on which worker
+makes the batch, nor on how many there are, nor on what was made before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from softmoe.data.decode import BrokenImage
+from softmoe.data.mixup import mixup, mixup_weights
+from softmoe.data.order import check_batch, order
+from softmoe.data.source import Example, Source
+from softmoe.data.transforms import Plan, Transform, to_tensor
+
+_TRANSFORM, _REPLACE, _MIXUP = range(3)  # what a generator is for
+_REPLACEMENTS = 64  # tries before giving up on a place
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B images and what is known about them.
+
+    images    (B, 3, H, W) float32 in [-1, 1]
+    labels    (B,) int64, -1 where the source has no classes; or (B, C) float32: multi-hot, or blended by
+    mixup indices   (B,) int64, which examples of the source these are captions  for each image, its sentences
+    broken    (name, reason) of images that could not be read; others stand in their place in training
+    """
+
+    images: torch.Tensor
+    labels: torch.Tensor
+    indices: torch.Tensor
+    captions: tuple[tuple[str, ...], ...] = ()
+    broken: tuple[tuple[str, str], ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+
+class TooManyBroken(ValueError):
+    """More images are unreadable than the run allows."""
+
+
+def generator(seed: int, step: int, place: int, purpose: int) -> np.random.Generator:
+    """A generator of its own for every (seed, step, place, purpose): Philox counts, it has no history."""
+    key = np.array([seed % 2**64, 0], dtype=np.uint64)
+    return np.random.Generator(
+        np.random.Philox(key=key, counter=np.array([0, place, step, purpose], dtype=np.uint64))
+    )
+
+
+@dataclass(frozen=True)
+class TrainBatches:
+    """The endless stream of training batches by step; `batch_size` is that of all `world` processes together."""
+
+    source: Source
+    transform: Transform
+    batch_size: int
+    seed: int
+    world: int
+    rank: int
+
+    def __getitem__(self, step: int) -> Batch:
+        blocks, mix = getattr(self.source, "blocks", None), getattr(self.source, "mix", 8)
+        length = len(self.source)
+        indices = order(length, self.seed, step, self.batch_size, self.world, self.rank, blocks, mix)
+        first = self.rank * (self.batch_size // self.world)
+        places = range(first, first + len(indices))
+        rngs = [generator(self.seed, step, place, _TRANSFORM) for place in places]
+
+        def replace(k: int) -> np.ndarray:
+            return generator(self.seed, step, places[k], _REPLACE).integers(0, length, _REPLACEMENTS)
+
+        batch = _assemble(self.source, self.transform, indices, rngs, replace)
+        if not self.transform.config.mixup:
+            return batch
+        weights = mixup_weights(self.transform.config.mixup, generator(self.seed, step, 0, _MIXUP))
+        images, labels = mixup(batch.images, soft_labels(batch.labels, len(self.source.classes)), weights)
+        return Batch(images, labels, batch.indices, batch.captions, batch.broken)
+
+
+@dataclass(frozen=True)
+class EvaluationBatches:
+    """Each example once, in order. All ranks have the same number of batches; the last may be uneven, or
+    empty."""
+
+    source: Source
+    transform: Transform
+    batch_size: int
+    world: int
+    rank: int
+
+    def __post_init__(self) -> None:
+        check_batch(self.batch_size, self.world, self.rank)
+
+    def __len__(self) -> int:
+        return -(-len(self.source) // self.batch_size)
+
+    def __getitem__(self, step: int) -> Batch:
+        stop = min((step + 1) * self.batch_size, len(self.source))
+        indices = np.arange(step * self.batch_size, stop)[self.rank :: self.world]
+        rngs = [generator(0, step, int(i), _TRANSFORM) for i in indices]
+        return _assemble(self.source, self.transform, indices, rngs, replace=None)
+
+
+def _assemble(
+    source: Source,
+    transform: Transform,
+    indices: np.ndarray,
+    rngs: list[np.random.Generator],
+    replace: Callable[[int], np.ndarray] | None,
+) -> Batch:
+    """Read, transform and stack. A broken image is replaced by the first readable of `replace(place)`, or
+    left out."""
+    broken: list[tuple[str, str]] = []
+    rows: list[tuple[int, Example, Plan, np.random.Generator]] = []
+    ready = _read_together(source, indices)
+    for k, index in enumerate(indices.tolist()):
+        candidates = [index]
+        for tried, candidate in enumerate(candidates):
+            try:
+                example, plan = _read(
+                    source, transform, candidate, rngs[k], ready[k] if ready and not tried else None
+                )
+            except BrokenImage as error:
+                broken.append((error.name, error.reason))
+                if replace is not None and tried == 0:
+                    candidates += replace(k).tolist()
+                continue
+            rows.append((candidate, example, plan, rngs[k]))
+            break
+        else:
+            if replace is not None:
+                raise TooManyBroken(
+                    f"{len(candidates)} images in a row cannot be read, the last is {broken[-1][0]}."
+                )
+    return _stack(source, transform, rows, tuple(broken))
+
+
+def _read_together(source: Source, indices: np.ndarray) -> list[Example] | None:
+    read_batch = getattr(source, "read_batch", None)
+    return read_batch(indices) if read_batch is not None else None
+
+
+def _read(
+    source: Source, transform: Transform, index: int, rng: np.random.Generator, ready: Example | None
+) -> tuple[Example, Plan]:
+    """The example and the crop for it, chosen from the stored size if the source tells it, else from the
+    image's."""
+    plans: list[Plan] = []
+
+    def min_side(height: int, width: int) -> int:
+        plans.append(transform.plan(height, width, rng))
+        return plans[0].min_side
+
+    example = source.read(index, min_side) if ready is None else ready
+    if not plans:
+        plans.append(transform.plan(*example.image.shape[:2], rng))
+    return example, plans[0]
+
+
+def _stack(source: Source, transform: Transform, rows: list, broken: tuple[tuple[str, str], ...]) -> Batch:
+    if not rows:
+        pixels = np.empty((0, *transform.config.size, 3), dtype=np.uint8)
+    else:
+        pixels = transform.apply_batch([r[1].image for r in rows], [r[2] for r in rows], [r[3] for r in rows])
+    examples = [r[1] for r in rows]
+    return Batch(
+        to_tensor(pixels),
+        _labels(source, examples),
+        torch.tensor([r[0] for r in rows], dtype=torch.int64),
+        tuple(e.captions for e in examples),
+        broken,
+    )
+
+
+def _labels(source: Source, examples: list[Example]) -> torch.Tensor:
+    count = len(source.classes)
+    for example in examples:
+        wrong = [label for label in example.labels if not 0 <= label < count]
+        if wrong or (count and not source.multi_label and len(example.labels) != 1):
+            raise ValueError(
+                f"The example {example.name} has the labels {list(example.labels)}, but the source has "
+                f"{'several of' if source.multi_label else 'one of'} {count} classes, 0 to {count - 1}, for each image."
+            )
+    if source.multi_label:
+        hot = torch.zeros(len(examples), count)
+        for row, example in zip(hot, examples, strict=True):
+            row[list(example.labels)] = 1.0
+        return hot
+    return torch.tensor([e.labels[0] if count else -1 for e in examples], dtype=torch.int64)
+
+
+def soft_labels(labels: torch.Tensor, classes: int) -> torch.Tensor:
+    """(B, C) float32 from (B,) class numbers; what is float already is returned as it is."""
+    if labels.is_floating_point():
+        return labels
+    return torch.nn.functional.one_hot(labels, classes).to(torch.float32)

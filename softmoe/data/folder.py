@@ -1,0 +1,175 @@
+"""folder:PATH - class folders under train/ and val/, or a tar or tar.gz of them.
+
+    PATH/train/<class>/*.jpg        PATH/val/<class>/*.jpg        PATH/classes.json   {"<class>": "its name"},
+    optional
+
+The folder names of `train`, sorted, are the labels of every split.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from softmoe.data.decode import BrokenImage, decode
+from softmoe.data.files import ByteReader, Names, tar_members, unpacked
+from softmoe.data.source import Example, MinSide, fingerprint
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")
+_TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
+
+
+class FolderSource:
+    """Images whose class is the name of their folder."""
+
+    multi_label = False
+
+    def __init__(
+        self, root: Path, split: str, classes: list[str], titles: dict[str, str], found: dict[str, list]
+    ):
+        """`found`: class -> [(name within the split, offset, size)]; `root` is a folder, or a tar read by
+        offset."""
+        ids = {name: i for i, name in enumerate(classes)}
+        rows = [
+            (ids[c], f"{c}/{name}", offset, size) for c in classes for name, offset, size in found.get(c, [])
+        ]
+        self.classes = tuple(titles.get(c, c) for c in classes)
+        self._root, self._split = root, split
+        self._tar = ByteReader(root) if root.is_file() else None
+        self._labels = np.array([r[0] for r in rows], dtype=np.int32)
+        self._names = Names(r[1] for r in rows)
+        self._offsets = np.array([r[2] for r in rows], dtype=np.int64)
+        self._sizes = np.array([r[3] for r in rows], dtype=np.int64)
+        self.fingerprint = fingerprint(
+            "folder",
+            json.dumps([classes, self.classes]),
+            self._names.blob,
+            self._sizes.tobytes(),
+            self._labels.tobytes(),
+        )
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> Example:
+        return self.read(index)
+
+    def read(self, index: int, min_side: MinSide = None) -> Example:
+        name = f"{self._split}/{self._names[index]}"
+        try:
+            if self._tar is not None:
+                data = self._tar.read(int(self._offsets[index]), int(self._sizes[index]))
+            else:
+                data = (self._root / name).read_bytes()
+        except OSError as error:
+            raise BrokenImage(name, error.strerror or str(error)) from error
+        return Example(decode(data, name, min_side), (int(self._labels[index]),), name=name)
+
+
+def open_folder(path: str, split: str) -> FolderSource:
+    root = Path(path).expanduser()
+    if not root.exists():
+        raise ValueError(
+            f"The data folder {root} does not exist; folder:PATH needs PATH/{split}/<class>/<image>."
+        )
+    if root.is_file():
+        if not root.name.endswith(_TAR_SUFFIXES):
+            raise ValueError(f"folder: needs a folder, a .tar or a .tar.gz, but {root} is neither.")
+        tree, titles, stored = _scan_tar(unpacked(root))
+    else:
+        stored = root
+        tree = {s: _scan_split(root / s) for s in ("train", split) if (root / s).is_dir()}
+        titles = _read_titles(root)
+    found = _checked_split(root, tree, split)
+    classes = sorted(tree.get("train", found))
+    strangers = sorted(set(found) - set(classes))
+    if strangers:
+        raise ValueError(
+            f"{root}/{split} has the class {strangers[0]!r} ({len(strangers)} such), which {root}/train does not have; "
+            "every class to be scored must be one that is trained."
+        )
+    return FolderSource(stored, split, classes, titles, found)
+
+
+def _checked_split(root: Path, tree: dict[str, dict[str, list]], split: str) -> dict[str, list]:
+    if split not in tree:
+        there = (
+            sorted(tree) or sorted(p.name for p in root.iterdir() if p.is_dir())
+            if root.is_dir()
+            else sorted(tree)
+        )
+        raise ValueError(
+            f"{root} has no folder {split!r} (it has {', '.join(there[:8]) or 'no folders'}); "
+            f"folder:PATH needs PATH/{split}/<class>/<image>."
+        )
+    found = tree[split]
+    empty = sorted(c for c, files in found.items() if not files)
+    if not found or len(empty) == len(found):
+        raise ValueError(
+            f"{root}/{split} holds no images in class folders; put them at {split}/<class>/<image>, "
+            f"with one of the endings {' '.join(IMAGE_SUFFIXES)}."
+        )
+    if empty:
+        raise ValueError(
+            f"The class folder {root}/{split}/{empty[0]} holds no images ({len(empty)} such); add images or remove it."
+        )
+    return found
+
+
+def _scan_split(folder: Path) -> dict[str, list[tuple[str, int, int]]]:
+    classes = sorted(
+        entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")
+    )
+    return {c: sorted(_images_below(folder / c, "")) for c in classes}
+
+
+def _images_below(folder: Path, prefix: str) -> Iterator[tuple[str, int, int]]:
+    for entry in os.scandir(folder):
+        if entry.is_dir():
+            yield from _images_below(folder / entry.name, f"{prefix}{entry.name}/")
+        elif _is_image(entry.name):
+            yield prefix + entry.name, 0, entry.stat().st_size
+
+
+def _is_image(name: str) -> bool:
+    return not name.startswith(".") and name.lower().endswith(IMAGE_SUFFIXES)
+
+
+def _read_titles(root: Path) -> dict[str, str]:
+    file = root / "classes.json"
+    return _parse_titles(file.read_text(), str(file)) if file.is_file() else {}
+
+
+def _parse_titles(text: str, where: str) -> dict[str, str]:
+    try:
+        titles = json.loads(text)
+        return {str(k): str(v) for k, v in titles.items()}
+    except (ValueError, AttributeError) as error:
+        raise ValueError(
+            f'{where} must be an object of folder name to class name, {{"n01": "tench"}}: {error}.'
+        ) from error
+
+
+def _scan_tar(tar: Path) -> tuple[dict[str, dict[str, list]], dict[str, str], Path]:
+    """The same tree as a folder gives, with offsets; one enclosing top folder (as `tar c mydata` makes) is
+    skipped."""
+    members = list(tar_members(tar))
+    tops = {name.split("/", 1)[0] for name, _, _ in members}
+    skip = len(tops.pop()) + 1 if len(tops) == 1 and not tops & {"train", "val"} else 0
+    if skip and all(name[skip:].count("/") == 1 for name, _, _ in members):
+        skip = 0  # a tar of one split only: that top folder is the split
+    tree: dict[str, dict[str, list]] = {}
+    titles: dict[str, str] = {}
+    for full_name, offset, size in members:
+        name = full_name[skip:]
+        if name == "classes.json":
+            titles = _parse_titles(ByteReader(tar).read(offset, size).decode(), f"{tar}: classes.json")
+        split, _, rest = name.partition("/")
+        class_name, _, file = rest.partition("/")
+        if file and _is_image(file.rsplit("/", 1)[-1]):
+            tree.setdefault(split, {}).setdefault(class_name, []).append((file, offset, size))
+    return {s: {c: sorted(files) for c, files in classes.items()} for s, classes in tree.items()}, titles, tar

@@ -1,0 +1,175 @@
+"""Batches in order, made here or by worker processes: the same ones bit for bit.
+
+Memory is bounded: `workers * prefetch` finished batches wait in shared memory, and each worker makes one
+more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import multiprocessing
+import signal
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from softmoe.data.batch import Batch, EvaluationBatches, TooManyBroken, TrainBatches
+from softmoe.data.order import check_batch
+from softmoe.data.source import Source
+from softmoe.data.transforms import Transform
+
+logger = logging.getLogger("softmoe.data")
+_SAMPLE = 1000  # the share of broken images is not judged by fewer examples than this (or than there are)
+
+
+class WorkerDied(RuntimeError):
+    """A data worker was stopped from outside."""
+
+
+class Loader:
+    """Training batches of one source. `batch_size` counts all `world` processes; each gets batch_size //
+    world."""
+
+    def __init__(
+        self,
+        source: Source,
+        transform: Transform,
+        batch_size: int,
+        seed: int = 0,
+        world: int = 1,
+        rank: int = 0,
+        workers: int = 0,
+        prefetch: int = 2,
+        max_broken: float = 0.01,
+    ):
+        check_batch(batch_size, world, rank)
+        if not len(source):
+            raise ValueError("The data source is empty: it holds no examples.")
+        if transform.config.mixup and not source.classes:
+            raise ValueError("mixup blends labels, but this source has none; set mixup to 0.")
+        _check_workers(workers, prefetch)
+        self.source, self.workers, self.prefetch, self.max_broken = source, workers, prefetch, max_broken
+        self.steps_per_epoch = -(-len(source) // batch_size)
+        self.broken: dict[str, str] = {}  # name -> reason, of all unreadable images met so far
+        self._seen = 0
+        self._batches = TrainBatches(source, transform, batch_size, seed, world, rank)
+
+    def batches(self, start_step: int = 0) -> Iterator[Batch]:
+        """The endless stream from step `start_step` on: a resumed run sees what an uninterrupted one would
+        have."""
+        for batch in _made(self._batches, itertools.count(start_step), self.workers, self.prefetch):
+            self._watch(batch)
+            yield batch
+
+    def _watch(self, batch: Batch) -> None:
+        self._seen += len(batch)
+        for name, reason in batch.broken:
+            if name not in self.broken:
+                self.broken[name] = reason
+                logger.warning("Skipped the image %s, which cannot be read: %s.", name, reason)
+        judged_by = min(len(self.source), max(self._seen, _SAMPLE))
+        if len(self.broken) > self.max_broken * judged_by:
+            listed = "\n".join(f"  {name}: {reason}" for name, reason in self.broken.items())
+            raise TooManyBroken(
+                f"{len(self.broken)} of the first {judged_by} images cannot be read, more than the allowed share "
+                f"{self.max_broken:g} (max_broken); repair or remove them:\n{listed}"
+            )
+
+
+def evaluation_batches(
+    source: Source,
+    transform: Transform,
+    batch_size: int,
+    world: int = 1,
+    rank: int = 0,
+    workers: int = 0,
+    prefetch: int = 2,
+) -> Iterator[Batch]:
+    """Each readable example once, in order; unreadable ones are left out and listed in their batch."""
+    _check_workers(workers, prefetch)
+    maker = EvaluationBatches(source, transform, batch_size, world, rank)
+    return _made(maker, range(len(maker)), workers, prefetch)
+
+
+def _check_workers(workers: int, prefetch: int) -> None:
+    if workers < 0 or prefetch < 1:
+        raise ValueError(f"workers must be at least 0 and prefetch at least 1, not {workers} and {prefetch}.")
+
+
+class _Caught:
+    """Runs in a worker: an error travels as a value, so that it arrives as it was and not inside a foreign
+    traceback."""
+
+    def __init__(self, maker: TrainBatches | EvaluationBatches):
+        self.maker = maker
+
+    def __getitem__(self, step: int) -> Batch | Exception:
+        try:
+            return self.maker[step]
+        except Exception as error:
+            return error
+
+
+class _Steps:
+    """An endless sampler: DataLoader asks it for the next step."""
+
+    def __init__(self, steps: Iterable[int]):
+        self.steps = steps
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.steps)
+
+
+def _made(
+    maker: TrainBatches | EvaluationBatches, steps: Iterable[int], workers: int, prefetch: int
+) -> Iterator[Batch]:
+    if workers == 0:
+        yield from (maker[step] for step in steps)
+        return
+    made: Iterable[Any] = DataLoader(
+        _Caught(maker),  # pyright: ignore[reportArgumentType]  # has what a map-style data set needs: __getitem__
+        batch_size=None,
+        sampler=_Steps(steps),
+        num_workers=workers,
+        prefetch_factor=prefetch,
+        collate_fn=_as_is,
+        worker_init_fn=_ignore_interrupt,
+        multiprocessing_context=_context(),
+    )
+    try:
+        for result in made:
+            if isinstance(result, Exception):
+                raise result
+            yield result
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise WorkerDied(
+            f"A data worker process was stopped from outside, most likely because memory ran out ({_first_line(error)}); "
+            f"use fewer workers than {workers} or a smaller prefetch than {prefetch}."
+        ) from error
+
+
+def _as_is(batch: Any) -> Any:
+    return batch
+
+
+def _ignore_interrupt(worker: int) -> None:
+    """Ctrl-C reaches every process of the terminal; the main one decides and the workers end with it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _context() -> Any:
+    """Workers come from a clean server process: forking one that runs threads (a progress display, an
+    asynchronous save) can copy a held lock. Where there is no fork server, spawn."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["softmoe.data.loader"])  # import torch once, not in each worker
+    return context
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0].rstrip(".")

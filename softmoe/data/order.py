@@ -1,0 +1,107 @@
+"""Which example stands where in the endless stream: a pure function of (length, seed, step, batch size,
+world, rank).
+
+The stream is one permutation of the data after another. A permutation is not stored but computed at the
+places asked for, by a Feistel network with cycle walking (Black & Rogaway 2002), so a step costs O(batch) at
+any length, a resume costs nothing, and no worker has to know what another one did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from softmoe.data.hashing import GOLDEN, mix64
+
+_ROUNDS = 6
+
+
+def order(
+    length: int,
+    seed: int,
+    step: int,
+    batch_size: int,
+    world: int = 1,
+    rank: int = 0,
+    blocks: Sequence[int] | None = None,
+    mix: int = 8,
+) -> np.ndarray:
+    """(batch_size // world,) int64: the examples of step `step` on process `rank`.
+
+    `batch_size` counts the whole batch over all `world` processes; together the ranks hold exactly the batch
+    that one process would. With `blocks` (shard sizes that sum to `length`) an epoch visits the shards in
+    random order, `mix` of them at a time, and shuffles within those: reads stay near each other on disk.
+    """
+    check_batch(batch_size, world, rank)
+    if length < 1:
+        raise ValueError("The data set is empty: there is no order of 0 examples.")
+    share = batch_size // world
+    places = np.arange(share, dtype=np.int64) + (step * batch_size + rank * share)
+    epochs, within = places // length, places % length
+    if blocks is None:
+        return permute(within, length, _keys(seed, epochs))
+    result = np.empty_like(within)
+    for epoch in np.unique(epochs):
+        here = epochs == epoch
+        result[here] = _by_blocks(within[here], blocks, seed, int(epoch), mix)
+    return result
+
+
+def check_batch(batch_size: int, world: int, rank: int) -> None:
+    if batch_size < 1 or world < 1 or not 0 <= rank < world:
+        raise ValueError(
+            f"Need a batch of at least 1 and 0 <= rank < world, not {batch_size=}, {world=}, {rank=}."
+        )
+    if batch_size % world:
+        raise ValueError(
+            f"The batch of {batch_size} images cannot be shared evenly by {world} processes; "
+            f"take a multiple of {world}, for example {-(-batch_size // world) * world}."
+        )
+
+
+def permute(places: np.ndarray, length: int, keys: np.ndarray) -> np.ndarray:
+    """The images of `places` (each in 0..length-1) under the permutations of 0..length-1 chosen by `keys`
+    (uint64)."""
+    half = max(1, ((length - 1).bit_length() + 1) // 2)  # the network permutes 0 .. 2**(2 * half) - 1
+    result = _feistel(places.astype(np.uint64), keys, half)
+    outside = np.flatnonzero(result >= length)
+    while outside.size:  # walk on until inside: still a permutation, at most 4 tries on average
+        result[outside] = _feistel(result[outside], keys[outside], half)
+        outside = outside[result[outside] >= length]
+    return result.astype(np.int64)
+
+
+def _feistel(values: np.ndarray, keys: np.ndarray, half: int) -> np.ndarray:
+    mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
+    left, right = values >> shift, values & mask
+    rounds = np.arange(_ROUNDS, dtype=np.uint64) * GOLDEN
+    for k in range(_ROUNDS):
+        left, right = right, left ^ (mix64(right + keys + rounds[k]) & mask)
+    return (left << shift) | right
+
+
+def _keys(seed: int, epochs: np.ndarray) -> np.ndarray:
+    base = mix64(np.array([seed % 2**64], dtype=np.uint64) + GOLDEN)
+    return mix64(base + (epochs.astype(np.uint64) + np.uint64(1)) * GOLDEN)
+
+
+def _by_blocks(places: np.ndarray, blocks: Sequence[int], seed: int, epoch: int, mix: int) -> np.ndarray:
+    """Places within one epoch -> examples, shards in random order and `mix` of them shuffled together."""
+    sizes = np.asarray(blocks, dtype=np.int64)
+    starts = np.cumsum(sizes) - sizes
+    key = _keys(seed, np.array([epoch]))
+    visit = permute(np.arange(len(sizes)), len(sizes), np.repeat(key, len(sizes)))
+    result = np.empty_like(places)
+    first = 0
+    for start in range(0, len(visit), mix):
+        together = visit[start : start + mix]
+        total = int(sizes[together].sum())
+        here = np.flatnonzero((places >= first) & (places < first + total))
+        if here.size:
+            inside = permute(places[here] - first, total, np.repeat(key + np.uint64(start + 1), here.size))
+            ends = np.cumsum(sizes[together])
+            which = np.searchsorted(ends, inside, side="right")
+            result[here] = starts[together[which]] + inside - (ends[which] - sizes[together[which]])
+        first += total
+    return result

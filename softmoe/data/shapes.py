@@ -1,0 +1,110 @@
+"""shapes - pictures made up on the spot: nothing to download, as many as wanted, hard enough to be worth
+training on.
+
+Example `index` of a split is a pure function of (seed, split, index); the scene does not change with the
+size. See shapes_classes.py for what the classes are and shapes_draw.py for how a scene is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+
+from softmoe.data.shapes_classes import (
+    CLASS_SETS,
+    COLOR_NAMES,
+    COMPANIONS,
+    GROUND_NAMES,
+    RELATIONS,
+    SHAPES,
+    TEXTURE_NAMES,
+    Words,
+    captions,
+    compositions,
+)
+from softmoe.data.shapes_draw import Scenes, compose, draw, uniforms
+from softmoe.data.source import Example, MinSide, fingerprint, positive_int
+
+_LENGTHS = {"train": 2**20}
+_EVALUATION_LENGTH = 5200  # 20 of each of the 260 upstream classes
+_VERSION = "1"  # changes when the same (seed, index) would give another picture
+
+
+class ShapesSource:
+    """Compositions of textured shapes. Labels go round: example i has label i mod classes."""
+
+    multi_label = False
+
+    def __init__(self, split: str, size: int, which: str, seed: int, length: int):
+        self.split, self.size, self.which, self.seed, self.length = split, size, which, seed, length
+        self.classes = tuple(c.name for c in compositions(which))
+        self.fingerprint = fingerprint("shapes", _VERSION, split, which, [size, seed, length])
+        self._key = int(
+            fingerprint("stream", split, [seed])[:16], 16
+        )  # streams of splits and seeds never meet
+
+    @cached_property
+    def _table(self) -> np.ndarray:
+        return np.array([(c.shape, c.texture, c.relation, c.companion) for c in compositions(self.which)])
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Example:
+        return self.read_batch([index])[0]
+
+    def read(self, index: int, min_side: MinSide = None) -> Example:
+        """`min_side` is not needed: the pictures are drawn at the size asked for at opening."""
+        return self[index]
+
+    def read_batch(self, indices: Sequence[int] | np.ndarray) -> list[Example]:
+        rows = np.asarray(indices, dtype=np.int64)
+        if rows.size and (rows.min() < 0 or rows.max() >= self.length):
+            raise IndexError(
+                f"shapes has the examples 0 to {self.length - 1}, not {rows.min()} to {rows.max()}"
+            )
+        labels = rows % len(self.classes)
+        scenes = compose(self._table[labels], self._key, rows)
+        pictures = draw(scenes, self.size)
+        wording = (uniforms(self._key ^ 0x5EED, rows, 1)[:, 0] * 2**20).astype(int)
+        return [
+            Example(
+                pictures[k],
+                (int(labels[k]),),
+                self._captions(scenes, labels, k, int(wording[k])),
+                self._name(i),
+            )
+            for k, i in enumerate(rows.tolist())
+        ]
+
+    def _name(self, index: int) -> str:
+        return f"shapes/{self.split}/{index}"
+
+    def _captions(self, scenes: Scenes, labels: np.ndarray, k: int, wording: int) -> tuple[str, ...]:
+        shape, texture, relation, companion = self._table[labels[k]].tolist()
+        words = Words(
+            SHAPES[shape],
+            TEXTURE_NAMES[texture],
+            COLOR_NAMES[scenes.color[k]],
+            RELATIONS[relation],
+            COMPANIONS[companion],
+            COLOR_NAMES[scenes.companion_color[k]],
+            GROUND_NAMES[scenes.ground[k]],
+        )
+        return captions(words, wording)
+
+
+def open_shapes(
+    split: str, *, size: str = "32", classes: str = "upstream", seed: str = "0", length: str = ""
+) -> ShapesSource:
+    if classes not in CLASS_SETS:
+        raise ValueError(f"shapes has the class sets {', '.join(CLASS_SETS)}, not {classes!r}.")
+    if not seed.isdigit():
+        raise ValueError(f"The option seed must be a whole number from 0, not {seed!r}.")
+    count = positive_int("length", length) if length else _LENGTHS.get(split, _EVALUATION_LENGTH)
+    pixels = positive_int("size", size)
+    if not 8 <= pixels <= 512:
+        raise ValueError(f"shapes draws pictures of 8 to 512 pixels a side, not {pixels}.")
+    return ShapesSource(split, pixels, classes, int(seed), count)

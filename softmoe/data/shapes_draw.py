@@ -1,0 +1,316 @@
+"""Scenes of `shapes`, drawn for many images at once with numpy.
+
+Coordinates: the picture is [-1, 1] x [-1, 1] with y up; radii are in the same units, so a scene does not
+depend on the number of pixels. From back to front: ground, pebbles, the object, its companion, twigs; then
+light and noise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from softmoe.data import shapes_tables as tables
+from softmoe.data.hashing import GOLDEN, mix64
+from softmoe.data.shapes_classes import (
+    COLOR_NAMES,
+    COMPANIONS,
+    GROUND_NAMES,
+    RELATIONS,
+    SHAPES,
+    TEXTURE_NAMES,
+)
+from softmoe.data.shapes_tables import CELLS, SPAN
+
+_PEBBLES, _TWIGS = 3, 2
+_CHUNK = 32  # images drawn together: arrays of 32 x 32 x 32 floats stay in the second-level cache
+_DRAWS = 96  # uniform numbers a scene may use
+_PALETTE = np.array([tables.COLORS[name] for name in COLOR_NAMES], dtype=np.float32)
+_TWIG_COLORS = np.array([(92, 70, 48), (58, 50, 44), (150, 128, 100), (120, 120, 116)], dtype=np.float32)
+_COMPANION_SHAPES = np.array([SHAPES.index(name) for name in COMPANIONS])
+_CENTERED = np.array([centered for _, centered in tables.TEXTURES.values()])
+_RIMMED = TEXTURE_NAMES.index("rimmed")
+
+
+def _partners() -> np.ndarray:
+    """(colors, k) for each color, others that differ enough in lightness for a pattern of the two to be seen."""
+    light = _PALETTE @ np.array([0.30, 0.59, 0.11], dtype=np.float32)
+    far = np.argsort(-np.abs(light[:, None] - light[None, :]), axis=1, kind="stable")
+    return far[:, :4]
+
+
+def _visible() -> np.ndarray:
+    """(grounds, k) the colors that stand out most on each ground: a green square on grass would teach
+    nothing."""
+    ground = np.array(
+        [np.add(dark, light) / 2 for dark, light, _, _ in tables.GROUNDS.values()], dtype=np.float32
+    )
+    apart = np.linalg.norm(ground[:, None] - _PALETTE[None], axis=2)
+    return np.argsort(-apart, axis=1, kind="stable")[:, :7]
+
+
+_PARTNERS = _partners()
+_VISIBLE = _visible()
+
+
+def uniforms(key: int, indices: np.ndarray, count: int) -> np.ndarray:
+    """(len(indices), count) float64 in [0, 1): splitmix64 of (key, index, column), a pure function of the
+    three."""
+    state = np.uint64(key) + mix64(indices.astype(np.uint64) + GOLDEN)
+    columns = np.arange(1, count + 1, dtype=np.uint64) * GOLDEN
+    return (mix64(state[:, None] + columns[None, :]) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+@dataclass
+class Placed:
+    """One object in each of B scenes. All arrays are (B,) but `color`, (B, 3)."""
+
+    shape: np.ndarray
+    x: np.ndarray
+    y: np.ndarray
+    radius: np.ndarray
+    angle: np.ndarray
+    color: np.ndarray
+    squeeze: np.ndarray | float = 1.0  # height over width, for twigs
+
+
+@dataclass
+class Scenes:
+    """Everything that B pictures show. `color`, `companion_color` and `ground` are what captions speak of."""
+
+    object: Placed
+    companion: Placed
+    pebbles: list[Placed]
+    twigs: list[Placed]
+    texture: np.ndarray
+    second_color: np.ndarray  # (B, 3)
+    texture_scale: np.ndarray
+    texture_shift: np.ndarray  # (B, 2) in radii
+    color: np.ndarray
+    companion_color: np.ndarray
+    ground: np.ndarray
+    ground_place: np.ndarray  # (B, 3): shift down, shift across, zoom
+    light: np.ndarray  # (B, 3): gain, slope across, slope up
+    noise: np.ndarray  # (B, 2): strength, where in the table
+
+
+class _Dice:
+    """Hands out columns of one table of uniform numbers, so that adding a draw at the end changes nothing
+    before it."""
+
+    def __init__(self, table: np.ndarray):
+        self.table, self.used = table, 0
+
+    def span(self, low: float | np.ndarray, high: float | np.ndarray) -> np.ndarray:
+        column = self.table[:, self.used]
+        self.used += 1
+        return low + (high - low) * column
+
+    def pick(self, count: int) -> np.ndarray:
+        return self.span(0, count).astype(np.int64)
+
+
+def compose(classes: np.ndarray, key: int, indices: np.ndarray) -> Scenes:
+    """Scenes for compositions (B, 4) [shape, texture, relation, companion], drawn from (key, index) alone."""
+    dice = _Dice(uniforms(key, indices, _DRAWS))
+    shape, texture, relation, companion = classes.T
+    big, small = dice.span(0.42, 0.60), dice.span(0.20, 0.28)
+    along, across = dice.span(0.85, 1.0) * (big + small), dice.span(-0.35, 0.35)
+    side = np.where(dice.span(0, 1) < 0.5, -1.0, 1.0)
+    is_ = {name: relation == i for i, name in enumerate(RELATIONS)}
+    # where the companion is, seen from the object: "above" means that the object is above its companion
+    dx = np.select([is_["beside"], is_["behind"]], [side * along, across * 0.4], across)
+    dy = np.select(
+        [is_["above"], is_["below"], is_["beside"]], [-along, along, across], dice.span(-0.12, 0.12)
+    )
+    x = _fit(dice, big, small, dx)
+    y = _fit(dice, big, small, dy)
+    ground = dice.pick(len(GROUND_NAMES))
+    choice, choices = dice.pick(_VISIBLE.shape[1]), _VISIBLE.shape[1]
+    color = _VISIBLE[ground, choice]
+    second = _PARTNERS[color, dice.pick(_PARTNERS.shape[1])]
+    companion_color = _VISIBLE[
+        ground, (choice + 1 + dice.pick(choices - 1)) % choices
+    ]  # never the object's own
+    turn = np.pi / 9
+    main = Placed(shape, x, y, big, dice.span(-turn, turn), _jittered(dice, color))
+    small_one = Placed(
+        _COMPANION_SHAPES[companion],
+        x + dx,
+        y + dy,
+        small,
+        dice.span(-turn, turn),
+        _jittered(dice, companion_color),
+    )
+    shift = np.stack([dice.span(0, 0.5), dice.span(0, 0.5)], axis=1) * ~_CENTERED[texture][:, None]
+    ground_place = np.stack([dice.span(0, CELLS), dice.span(0, CELLS), dice.span(0.7, 1.3)], axis=1)
+    light = np.stack([dice.span(0.75, 1.15), dice.span(-0.3, 0.3), dice.span(-0.3, 0.3)], axis=1)
+    noise = np.stack([dice.span(3, 14), dice.span(0, 2**16)], axis=1)
+    return Scenes(
+        main,
+        small_one,
+        [_pebble(dice) for _ in range(_PEBBLES)],
+        [_twig(dice, main) for _ in range(_TWIGS)],
+        texture,
+        _jittered(dice, second),
+        dice.span(0.85, 1.15),
+        shift,
+        color,
+        companion_color,
+        ground,
+        ground_place,
+        light,
+        noise,
+    )
+
+
+def _fit(dice: _Dice, big: np.ndarray, small: np.ndarray, offset: np.ndarray) -> np.ndarray:
+    """A place for the object such that it and its companion, at `offset` from it, lie within the picture."""
+    low = np.maximum(-1 + big, -1 + small - offset) - 0.05
+    high = np.minimum(1 - big, 1 - small - offset) + 0.05
+    middle, half = (low + high) / 2, np.maximum(high - low, 0) / 2
+    return middle + half * dice.span(-1, 1)
+
+
+def _jittered(dice: _Dice, color: np.ndarray) -> np.ndarray:
+    wobble = np.stack([dice.span(-14, 14) for _ in range(3)], axis=1)
+    return np.clip(_PALETTE[color] + wobble, 0, 255)
+
+
+def _pebble(dice: _Dice) -> Placed:
+    shape, x, y = dice.pick(len(SHAPES)), dice.span(-1, 1), dice.span(-1, 1)
+    return Placed(
+        shape, x, y, dice.span(0.07, 0.14), dice.span(0, 2 * np.pi), _jittered(dice, dice.pick(len(_PALETTE)))
+    )
+
+
+def _twig(dice: _Dice, main: Placed) -> Placed:
+    """A thin stick that touches the object's edge; half of them lie outside the picture, that is, are absent."""
+    where, present = dice.span(0, 2 * np.pi), dice.span(0, 1) < 0.5
+    reach = dice.span(0.5, 1.1) * main.radius
+    x = np.where(present, main.x + reach * np.cos(where), 9.0)
+    y = main.y + reach * np.sin(where)
+    color = _TWIG_COLORS[dice.pick(len(_TWIG_COLORS))]
+    shape = np.full(len(x), SHAPES.index("plank"))
+    return Placed(shape, x, y, dice.span(0.4, 0.7), dice.span(0, np.pi), color, dice.span(0.14, 0.22))
+
+
+def draw(scenes: Scenes, size: int) -> np.ndarray:
+    """(B, size, size, 3) uint8."""
+    count = len(scenes.ground)
+    pictures = np.empty((count, size, size, 3), dtype=np.uint8)
+    chunk = max(1, _CHUNK * 32 * 32 // (size * size))
+    for start in range(0, count, chunk):
+        rows = slice(start, min(start + chunk, count))
+        canvas = _Canvas(scenes, rows, size)
+        pictures[rows] = canvas.picture()
+    return pictures
+
+
+class _Canvas:
+    """Planes of (3, b, size, size) float32 being painted."""
+
+    def __init__(self, scenes: Scenes, rows: slice, size: int):
+        self.scenes, self.rows, self.size = scenes, rows, size
+        line = ((np.arange(size) + 0.5) / size * 2 - 1).astype(np.float32)
+        self.x, self.y = line, -line
+        self.planes = self._ground()
+
+    def picture(self) -> np.ndarray:
+        scenes = self.scenes
+        for pebble in scenes.pebbles:
+            self._solid(pebble)
+        self._textured(scenes.object)
+        self._solid(scenes.companion)
+        for twig in scenes.twigs:
+            self._solid(twig)
+        self._light_and_noise()
+        return np.ascontiguousarray(np.moveaxis(self.planes, 0, 3)).astype(np.uint8)
+
+    def _column(self, values: np.ndarray) -> np.ndarray:
+        return values[self.rows].astype(np.float32)[:, None, None]
+
+    def _ground(self) -> np.ndarray:
+        place = self.scenes.ground_place[self.rows]
+        step = np.arange(self.size) * (128 / self.size)  # a picture shows half a tile at zoom 1
+        row = (place[:, 0:1] + step * place[:, 2:3]).astype(np.int32) & (CELLS - 1)
+        column = (place[:, 1:2] + step * place[:, 2:3]).astype(np.int32) & (CELLS - 1)
+        first = self.scenes.ground[self.rows].astype(np.int32)[:, None] * (CELLS * CELLS) + row * CELLS
+        where = first[:, :, None] + column[:, None, :]
+        return np.stack([plane.take(where) for plane in _ground_planes()])
+
+    def _local(self, placed: Placed, scale: np.ndarray | float = 1.0, shift: np.ndarray | None = None):
+        """Table coordinates (u, v) of each pixel in the object's own frame, as (b, size, size) float32."""
+        cells = CELLS / SPAN
+        cos, sin = np.cos(placed.angle), np.sin(placed.angle)
+        per_u = cells / placed.radius * scale
+        per_v = cells / (placed.radius * placed.squeeze) * scale
+        moved = np.zeros((len(cos), 2)) if shift is None else shift * cells
+        u0 = CELLS / 2 + moved[:, 0] - per_u * (cos * placed.x + sin * placed.y)
+        v0 = CELLS / 2 + moved[:, 1] - per_v * (sin * placed.x - cos * placed.y)
+        c = self._column
+        u = (c(per_u * cos) * self.x[None, None, :] + c(u0)) + c(per_u * sin) * self.y[None, :, None]
+        v = (c(per_v * sin) * self.x[None, None, :] + c(v0)) - c(per_v * cos) * self.y[None, :, None]
+        return u, v
+
+    def _distance(self, placed: Placed) -> np.ndarray:
+        """Signed distance to the outline in pixels."""
+        u, v = self._local(placed)
+        where = self._column(placed.shape * CELLS * CELLS).astype(np.int32)
+        where = where + _cells(v, wrap=False) * CELLS + _cells(u, wrap=False)
+        pixels = placed.radius * placed.squeeze * (self.size / 2)
+        return tables.distance_table().take(where) * self._column(pixels)
+
+    def _solid(self, placed: Placed) -> None:
+        cover = _coverage(self._distance(placed))
+        for plane, color in zip(self.planes, placed.color.T, strict=True):
+            plane += cover * (self._column(color) - plane)
+
+    def _textured(self, placed: Placed) -> None:
+        scenes = self.scenes
+        distance = self._distance(placed)
+        u, v = self._local(placed, scenes.texture_scale, scenes.texture_shift)
+        where = self._column(scenes.texture * CELLS * CELLS).astype(np.int32)
+        share = tables.texture_table().take(where + _cells(v, wrap=True) * CELLS + _cells(u, wrap=True))
+        rimmed = np.flatnonzero(scenes.texture[self.rows] == _RIMMED)
+        rim = self._column(placed.radius * (self.size / 2 * 0.16))[rimmed]  # a sixth of the radius
+        share[rimmed] = _coverage(-rim - distance[rimmed])
+        cover = _coverage(distance)
+        for plane, first, second in zip(self.planes, placed.color.T, scenes.second_color.T, strict=True):
+            color = self._column(first) + share * self._column(second - first)
+            plane += cover * (color - plane)
+
+    def _light_and_noise(self) -> None:
+        gain, across, up = (self._column(column) for column in self.scenes.light.T)
+        light = gain * (1 + across * self.x[None, None, :] + up * self.y[None, :, None])
+        strength, start = self.scenes.noise[self.rows].T
+        table = tables.noise_table()
+        pixels = self.size * self.size
+        for k, plane in enumerate(self.planes):
+            window = (start.astype(np.int64)[:, None] + k * 7919 + np.arange(pixels)) & (len(table) - 1)
+            grain = table.take(window).reshape(plane.shape) * strength.astype(np.float32)[:, None, None]
+            np.multiply(plane, light, out=plane)
+            np.add(plane, grain, out=plane)
+            np.clip(plane, 0, 255, out=plane)
+
+
+def _ground_planes() -> list[np.ndarray]:
+    return list(np.ascontiguousarray(tables.ground_table().T))
+
+
+def _cells(coordinate: np.ndarray, wrap: bool) -> np.ndarray:
+    """Whole cells within the table: wrapped around, or held at its border."""
+    if wrap:
+        return coordinate.astype(np.int32) & (CELLS - 1)
+    np.maximum(coordinate, 0, out=coordinate)
+    np.minimum(coordinate, CELLS - 1, out=coordinate)
+    return coordinate.astype(np.int32)
+
+
+def _coverage(distance: np.ndarray) -> np.ndarray:
+    """The share of a pixel that lies inside an outline at this distance: one pixel of soft edge."""
+    cover = 0.5 - distance
+    np.maximum(cover, 0, out=cover)
+    np.minimum(cover, 1, out=cover)
+    return cover

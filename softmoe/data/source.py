@@ -1,0 +1,140 @@
+"""What a source of images is, and how a URI-like string becomes one.
+
+    shapes?size=48&classes=upstream      our own generator, nothing to download
+    folder:PATH                          PATH/train/<class>/*, PATH/val/<class>/*, or a tar or tar.gz of that
+    wds:PATH/{split}-{000..010}.tar      WebDataset shards
+    hf:PATH_OR_NAME                      a Hugging Face data set            (extra: hf)
+    idx:PATH                             MNIST-style idx files, gz or not
+    digits                               scikit-learn's 8x8 digits          (extra: digits)
+
+Options follow a question mark: `wds:PATTERN?classes=1000&order=shards`. A source is map-style: any example by
+its index, so the order of examples and an exact resume are arithmetic on indices and not the source's
+business.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+# The shortest side the reader needs: a number, or a function of the stored (height, width) that is called
+# once, before decoding. A transform uses the function to choose its crop first and then have only that much
+# of the image decoded.
+MinSide = int | Callable[[int, int], int] | None
+
+
+@dataclass(frozen=True)
+class Example:
+    """One image with what is known about it. `image` is (h, w, 3) uint8 RGB."""
+
+    image: np.ndarray
+    labels: tuple[int, ...]
+    captions: tuple[str, ...] = ()
+    name: str = ""
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Examples by index. Picklable, cheap to send to a worker; file handles are opened again in each process.
+
+    Two attributes are optional. `read_batch(indices) -> list[Example]` where reading many at once is faster.
+    `blocks` (sizes of consecutive runs of indices, one per shard) and `mix` (shards read at a time) where
+    examples should be read shard by shard.
+    """
+
+    classes: tuple[str, ...]
+    multi_label: bool
+    fingerprint: str
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Example: ...
+
+    def read(self, index: int, min_side: MinSide = None) -> Example:
+        """The example, its image perhaps decoded smaller, but never with a shorter side below `min_side`."""
+        ...
+
+
+# scheme -> (module, function); the modules are imported when asked for, so that extras stay at the edge
+_SCHEMES = {
+    "shapes": ("softmoe.data.shapes", "open_shapes"),
+    "folder": ("softmoe.data.folder", "open_folder"),
+    "wds": ("softmoe.data.wds", "open_wds"),
+    "hf": ("softmoe.data.hf", "open_hf"),
+    "idx": ("softmoe.data.idx", "open_idx"),
+    "digits": ("softmoe.data.digits", "open_digits"),
+}
+_WITHOUT_PATH = ("shapes", "digits")
+
+
+def open_source(uri: str, split: str) -> Source:
+    """The source that `uri` names, its sub-set `split` ("train", "val", or any name the source has)."""
+    scheme, path, options = parse_uri(uri)
+    module, function = _SCHEMES[scheme]
+    opener = getattr(import_module(module), function)
+    allowed = [name for name, p in inspect.signature(opener).parameters.items() if p.kind is p.KEYWORD_ONLY]
+    for key in options:
+        if key not in allowed:
+            raise ValueError(
+                f"The source {uri!r} has the option {key!r}, but {scheme} takes "
+                f"{' and '.join(allowed) or 'no options'}.{_nearest(key, allowed)}"
+            )
+    return opener(split, **options) if scheme in _WITHOUT_PATH else opener(path, split, **options)
+
+
+def parse_uri(uri: str) -> tuple[str, str, dict[str, str]]:
+    """scheme, path and options of a source string; ValueError where it is not one."""
+    address, _, query = uri.partition("?")
+    scheme, _, path = address.partition(":")
+    if scheme not in _SCHEMES:
+        raise ValueError(
+            f"Unknown data source {uri!r}: it starts with one of "
+            f"{', '.join(s if s in _WITHOUT_PATH else s + ':' for s in _SCHEMES)}.{_nearest(scheme, _SCHEMES)}"
+        )
+    if scheme in _WITHOUT_PATH and path:
+        raise ValueError(
+            f"The source {scheme!r} has no path, but {uri!r} gives {path!r}; write {scheme}?key=value."
+        )
+    if scheme not in _WITHOUT_PATH and not path:
+        raise ValueError(f"The source {uri!r} lacks its path; write {scheme}:PATH.")
+    options = {}
+    for part in filter(None, query.split("&")):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise ValueError(f"The option {part!r} in {uri!r} has no value; write {key}=VALUE.")
+        options[key] = value
+    return scheme, path, options
+
+
+def fingerprint(*parts: str | bytes | Iterable[int]) -> str:
+    """A short stable hash of what the data is: the same on every machine and at every path."""
+    digest = hashlib.blake2b(digest_size=12)
+    for part in parts:
+        raw = part.encode() if isinstance(part, str) else part
+        data = raw if isinstance(raw, bytes) else np.asarray(list(raw), dtype="<i8").tobytes()
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def positive_int(name: str, value: str | int) -> int:
+    """An option's value as a positive whole number."""
+    try:
+        number = int(value)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise ValueError(f"The option {name} must be a positive whole number, not {value!r}.")
+    return number
+
+
+def _nearest(word: str, words: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,219 @@
+"""Image -> image of the size the model wants. Every draw comes from the generator that is handed in.
+
+The crop is chosen from the stored height and width before decoding (`Transform.plan`), so that a JPEG is
+decoded no larger than the crop needs; it is kept as a share of the image and thus fits whatever size comes
+out of the decoder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from PIL import Image
+
+from softmoe.data.augment import rand_augment, random_erasing
+
+CROPS = ("inception", "resize", "central", "pad_crop")
+_ASPECT = (3 / 4, 4 / 3)
+_TRIES = 100
+
+
+@dataclass(frozen=True)
+class TransformConfig:
+    """What happens to an image before the model sees it. In evaluation only the size and `crop` matter, and
+    of the random crops `inception` becomes `central` and `pad_crop` becomes `resize`."""
+
+    image_size: int | tuple[int, int] = 224  # side, or (height, width)
+    crop: str = "inception"  # inception | resize | central | pad_crop
+    min_area: float = 0.05  # inception: the smallest share of the image's area that is cut out
+    central_ratio: float = 256 / 224  # central: shorter side before the crop, over the image size
+    pad: int = 4  # pad_crop: pixels of reflected border
+    flip: bool = True
+    rand_layers: int = 0  # RandAugment: how many operations, and how strong (0 to 30)
+    rand_magnitude: float = 10.0
+    erase: float = 0.0  # the chance that a random rectangle is filled with noise
+    mixup: float = 0.0  # concentration of the Dirichlet distribution; 0 is off
+    antialias: bool = True  # False: plain bilinear sampling, as the paper's code does
+
+    def __post_init__(self) -> None:
+        if self.crop not in CROPS:
+            raise ValueError(f"crop is one of {', '.join(CROPS)}, not {self.crop!r}.")
+        if not 0 < self.min_area <= 1:
+            raise ValueError(f"min_area is a share of the image in (0, 1], not {self.min_area}.")
+        if min(self.size) < 1:
+            raise ValueError(f"image_size must be positive, not {self.image_size}.")
+        if not 0 <= self.erase <= 1 or self.mixup < 0 or self.central_ratio < 1 or self.pad < 0:
+            raise ValueError(
+                "erase is a chance in [0, 1], mixup and pad are at least 0 and central_ratio at least 1, not "
+                f"{self.erase}, {self.mixup}, {self.pad} and {self.central_ratio}."
+            )
+        if not 0 <= self.rand_magnitude <= 30 or self.rand_layers < 0:
+            raise ValueError(f"RandAugment takes magnitudes from 0 to 30, not {self.rand_magnitude}.")
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(height, width)."""
+        return self.image_size if isinstance(self.image_size, tuple) else (self.image_size, self.image_size)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A crop as shares of the image (top, left, height, width in [0, 1]), and the shorter side that serves
+    it."""
+
+    box: tuple[float, float, float, float]
+    min_side: int
+
+
+WHOLE = (0.0, 0.0, 1.0, 1.0)
+
+
+class Transform:
+    """A configured transform: `transform(image, rng)` -> (3, H, W) float32 tensor in [-1, 1]."""
+
+    def __init__(self, config: TransformConfig, train: bool):
+        self.config, self.train = config, train
+        evaluation = {"inception": "central", "pad_crop": "resize"}
+        self.crop = config.crop if train else evaluation.get(config.crop, config.crop)
+
+    def __call__(self, image: np.ndarray, rng: np.random.Generator) -> torch.Tensor:
+        height, width = image.shape[:2]
+        return to_tensor(self.apply(image, self.plan(height, width, rng), rng))
+
+    def plan(self, height: int, width: int, rng: np.random.Generator) -> Plan:
+        """Choose the crop for an image of this size."""
+        target_height, target_width = self.config.size
+        if self.crop == "inception":
+            box = inception_crop(height, width, rng, self.config.min_area)
+        elif self.crop == "central":
+            box = _central_box(height, width, target_height, target_width, self.config.central_ratio)
+        else:
+            box = WHOLE
+        # the decoded crop must still have at least as many pixels each way as the result
+        scale = max(target_height / (box[2] * height), target_width / (box[3] * width))
+        return Plan(box, int(np.ceil(min(1.0, scale) * min(height, width))))
+
+    def apply(self, image: np.ndarray, plan: Plan, rng: np.random.Generator) -> np.ndarray:
+        """(H, W, 3) uint8 of the wanted size, from the image at any resolution."""
+        return self.apply_batch([image], [plan], [rng])[0]
+
+    def apply_batch(
+        self, images: list[np.ndarray], plans: list[Plan], rngs: list[np.random.Generator]
+    ) -> np.ndarray:
+        """(B, H, W, 3) uint8. Each image uses its own generator, so a batch equals its images one at a time."""
+        sized = [self._resized(image, plan) for image, plan in zip(images, plans, strict=True)]
+        if not self.train:
+            return np.stack(sized)
+        if self.crop == "pad_crop":
+            ready = list(self._small_crops(np.stack(sized), rngs))
+        elif self.config.flip:
+            ready = [flip(image, rng) for image, rng in zip(sized, rngs, strict=True)]
+        else:
+            ready = sized
+        return np.stack([self._augmented(image, rng) for image, rng in zip(ready, rngs, strict=True)])
+
+    def _augmented(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        config = self.config
+        if config.rand_layers:
+            image = rand_augment(image, config.rand_layers, config.rand_magnitude, rng)
+        return random_erasing(image, config.erase, rng) if config.erase else image
+
+    def _small_crops(self, images: np.ndarray, rngs: list[np.random.Generator]) -> np.ndarray:
+        """Pad, crop and flip (B, H, W, 3) at once: small images must not cost a Python call per step and
+        image."""
+        draws = np.array([rng.random(3) for rng in rngs])
+        pad = self.config.pad
+        height, width = self.config.size
+        padded = np.pad(images, ((0, 0), (pad, pad), (pad, pad), (0, 0)), mode="reflect")
+        top, left = (draws[:, :2] * (2 * pad + 1)).astype(np.int64).T
+        rows = top[:, None] + np.arange(height)
+        columns = left[:, None] + np.arange(width)
+        if self.config.flip:
+            mirrored = draws[:, 2] < 0.5
+            columns[mirrored] = columns[mirrored, ::-1]
+        batch = np.arange(len(images))[:, None, None]
+        return padded[batch, rows[:, :, None], columns[:, None, :]]
+
+    def _resized(self, image: np.ndarray, plan: Plan) -> np.ndarray:
+        area = self.crop == "central"  # the reference shrinks by area in evaluation, bilinearly in training
+        return resize(image, self.config.size, plan.box, self.config.antialias, area)
+
+
+def inception_crop(
+    height: int, width: int, rng: np.random.Generator, min_area: float = 0.05
+) -> tuple[float, float, float, float]:
+    """A box of `min_area` to all of the image's area and an aspect ratio in 3/4..4/3, as shares of the image.
+
+    Area and aspect are drawn evenly and both again until the box fits; if it never does, the whole image.
+    """
+    for _ in range(_TRIES):
+        area = rng.uniform(min_area, 1.0) * height * width
+        aspect = rng.uniform(*_ASPECT)
+        box_width, box_height = round(float(np.sqrt(area * aspect))), round(float(np.sqrt(area / aspect)))
+        if 0 < box_width <= width and 0 < box_height <= height:
+            top, left = rng.integers(0, height - box_height + 1), rng.integers(0, width - box_width + 1)
+            return float(top / height), float(left / width), box_height / height, box_width / width
+    return WHOLE
+
+
+def _central_box(
+    height: int, width: int, target_height: int, target_width: int, ratio: float
+) -> tuple[float, float, float, float]:
+    """What is left of an image whose shorter side was brought to `ratio` times the target and whose middle
+    was cut."""
+    scale = max(target_height / height, target_width / width) * ratio
+    box_height, box_width = target_height / (height * scale), target_width / (width * scale)
+    return (1 - box_height) / 2, (1 - box_width) / 2, box_height, box_width
+
+
+def resize(
+    image: np.ndarray,
+    size: tuple[int, int],
+    box: tuple[float, float, float, float] = WHOLE,
+    antialias: bool = True,
+    area: bool = False,
+) -> np.ndarray:
+    """Cut `box` out of (h, w, 3) uint8 and bring it to `size` (height, width)."""
+    height, width = image.shape[:2]
+    if (height, width) == size and box == WHOLE:
+        return image
+    top, left = box[0] * height, box[1] * width
+    bottom, right = min(top + box[2] * height, height), min(left + box[3] * width, width)
+    if not antialias and not area:
+        return _sampled(image, size, (top, left, bottom, right))
+    shrinks = bottom - top > size[0] and right - left > size[1]
+    method = Image.Resampling.BOX if area and shrinks else Image.Resampling.BILINEAR
+    return np.asarray(Image.fromarray(image).resize(size[::-1], method, box=(left, top, right, bottom)))
+
+
+def _sampled(image: np.ndarray, size: tuple[int, int], box: tuple[float, float, float, float]) -> np.ndarray:
+    """Bilinear at pixel centers, four neighbors each and no averaging, cut off to whole numbers."""
+    top, left, bottom, right = box
+
+    def neighbors(start: float, stop: float, count: int, limit: int):
+        place = np.clip(
+            start + (np.arange(count) + 0.5) * (stop - start) / count - 0.5, start, max(stop - 1, start)
+        )
+        low = np.clip(np.floor(place).astype(np.int64), 0, limit - 1)
+        return low, np.minimum(low + 1, limit - 1), (place - low).astype(np.float32)
+
+    r0, r1, down = neighbors(top, bottom, size[0], image.shape[0])
+    c0, c1, across = neighbors(left, right, size[1], image.shape[1])
+    across, down = across[None, :, None], down[:, None, None]
+    upper = image[r0][:, c0] * (1 - across) + image[r0][:, c1] * across
+    lower = image[r1][:, c0] * (1 - across) + image[r1][:, c1] * across
+    return (upper * (1 - down) + lower * down).astype(np.uint8)
+
+
+def flip(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Left and right exchanged, half of the time."""
+    return image[:, ::-1] if rng.random() < 0.5 else image
+
+
+def to_tensor(images: np.ndarray) -> torch.Tensor:
+    """(..., H, W, 3) uint8 -> (..., 3, H, W) float32 in [-1, 1]."""
+    axes = (*range(images.ndim - 3), images.ndim - 1, images.ndim - 3, images.ndim - 2)
+    planes = torch.from_numpy(np.ascontiguousarray(images.transpose(axes)))
+    return planes.to(torch.float32).mul_(2 / 255).sub_(1)
