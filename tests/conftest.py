@@ -12,7 +12,7 @@ settings.register_profile(
     "softmoe",
     deadline=None,
     derandomize=True,
-    max_examples=25,
+    max_examples=60,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("softmoe")

@@ -74,9 +74,9 @@ class SparseRouter(Router):
         if self.fixed_capacity is not None:
             return self.fixed_capacity
         exact = group_size * choices * self.capacity_factor / self.num_experts
-        whole = round(exact) if self.capacity_rounding == "round" else math.ceil(exact)
+        whole = max(1, round(exact) if self.capacity_rounding == "round" else math.ceil(exact))
         multiple = self.capacity_multiple_of
-        return max(1, -(-whole // multiple) * multiple)
+        return -(-whole // multiple) * multiple
 
     def compute_gates(self, x_BMD: Tensor, mask_BM: Tensor | None) -> Gates:
         check_tokens(x_BMD, mask_BM, self.dim)
