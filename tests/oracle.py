@@ -142,10 +142,7 @@ def experts_choice(gates: Array, mask: Array, group_size: int, capacity: int) ->
 def identity(images: int, tokens: int, experts: int, mask: Array) -> list[Assignment]:
     """Token i of each image goes whole to expert i mod N."""
     return [
-        (b * tokens + m, m % experts, m // experts, 1.0)
-        for b in range(images)
-        for m in range(tokens)
-        if mask[b, m]
+        (b * tokens + m, m % experts, m // experts, 1.0) for b in range(images) for m in range(tokens) if mask[b, m]
     ]
 
 

@@ -34,9 +34,9 @@ def gshard_loss(gates_GLN: Tensor, first_GL: Tensor, mask_GL: Tensor) -> Tensor:
 
 def squared_variation(x_GN: Tensor) -> Tensor:
     """(standard deviation / mean)^2 over experts, population deviation; 0 for a group without real tokens."""
-    mean_G = x_GN.mean(-1)
-    safe_G = torch.where(mean_G > 0, mean_G, 1.0)
-    return x_GN.var(-1, correction=0) / safe_G.square()
+    mean_G1 = x_GN.mean(-1, keepdim=True)
+    safe_G1 = torch.where(mean_G1 > 0, mean_G1, 1.0)
+    return ((x_GN - mean_G1) / safe_G1).square().mean(-1)
 
 
 def mean_over_tokens(x_GLN: Tensor, mask_GL: Tensor) -> Tensor:

@@ -61,11 +61,11 @@ class DenseRouting(Routing):
         B, M, N, P = self.dispatch_weights.shape
         weights_BMS = self.dispatch_weights.flatten(2).to(x_BMD.dtype)
         slots_BSD = weights_BMS.transpose(1, 2) @ x_BMD
-        return slots_BSD.unflatten(1, (N, P)).transpose(0, 1).reshape(N, B * P, -1)
+        return slots_BSD.unflatten(1, (N, P)).transpose(0, 1).reshape(N, B * P, x_BMD.shape[-1])
 
     def combine(self, slots_NSD: Tensor) -> Tensor:
         B, M, N, P = self.combine_weights.shape
-        slots_BSD = slots_NSD.unflatten(1, (B, P)).transpose(0, 1).reshape(B, N * P, -1)
+        slots_BSD = slots_NSD.unflatten(1, (B, P)).transpose(0, 1).reshape(B, N * P, slots_NSD.shape[-1])
         return self.combine_weights.flatten(2).to(slots_BSD.dtype) @ slots_BSD
 
     @property
@@ -130,10 +130,18 @@ def at_least_one(name: str, value: int) -> int:
     return value
 
 
+def not_negative(name: str, value: float) -> float:
+    if value < 0:
+        raise ValueError(f"{name} must not be negative, got {value}")
+    return value
+
+
 def check_tokens(x_BMD: Tensor, mask_BM: Tensor | None, dim: int) -> None:
     """One clear sentence for a wrong rank, width or mask, before a product five levels down fails."""
     if x_BMD.ndim != 3 or x_BMD.shape[-1] != dim:
         raise ValueError(f"expected tokens of shape (batch, tokens, {dim}), got {tuple(x_BMD.shape)}")
+    if x_BMD.shape[1] == 0:
+        raise ValueError(f"expected at least one token, got {tuple(x_BMD.shape)}")
     if mask_BM is None:
         return
     if mask_BM.ndim == 3:

@@ -15,7 +15,15 @@ import math
 import torch
 from torch import Tensor, nn
 
-from softmoe.moe.routing import DenseRouting, Router, at_least_one, check_tokens, no_autocast, routing_dtype
+from softmoe.moe.routing import (
+    DenseRouting,
+    Router,
+    at_least_one,
+    check_tokens,
+    no_autocast,
+    not_negative,
+    routing_dtype,
+)
 
 EPS = 1e-6  # inside the root, so that a zero vector has a zero direction and a finite gradient
 
@@ -39,7 +47,7 @@ class SoftRouter(Router):
     ):
         super().__init__(dim, num_experts)
         self.slots_per_expert = at_least_one("slots_per_expert", slots_per_expert)
-        self.noise_std = noise_std
+        self.noise_std = not_negative("noise_std", noise_std)
         self.scale_init = scale_init
         self.phi = nn.Parameter(torch.empty(dim, num_experts, slots_per_expert))
         self.scale = nn.Parameter(torch.empty(())) if normalize else None

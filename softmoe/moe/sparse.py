@@ -21,6 +21,7 @@ from softmoe.moe.routing import (
     at_least_one,
     check_tokens,
     no_autocast,
+    not_negative,
     routing_dtype,
 )
 from softmoe.moe.soft import lecun_normal_
@@ -62,7 +63,7 @@ class SparseRouter(Router):
         self.capacity_rounding = capacity_rounding
         self.capacity_multiple_of = at_least_one("capacity_multiple_of", capacity_multiple_of)
         self.group_size = None if group_size is None else at_least_one("group_size", group_size)
-        self.noise_std = noise_std
+        self.noise_std = not_negative("noise_std", noise_std)
         self.weight = nn.Parameter(torch.empty(dim, num_experts))
         self.reset_parameters()
 
@@ -180,7 +181,7 @@ class TokensChoiceRouter(SparseRouter):
             total_G = total_G + self.load_weight * load_G
         if self.gshard_weight:
             total_G = total_G + self.gshard_weight * gshard_loss(g.gates_GLN, first_GL, g.mask_GL)
-        return total_G.mean()
+        return total_G.sum() / max(1, total_G.shape[0])  # an empty batch has no group
 
 
 class ExpertsChoiceRouter(SparseRouter):

@@ -112,7 +112,9 @@ def test_example_of_the_reference():
     np.testing.assert_allclose(routing.gate_NS[0].numpy(), np.array([0.5, 0.4]) / 1.2, rtol=1e-9)
 
 
-@pytest.mark.parametrize(("group", "factor", "experts", "capacity"), [(128, 2.0, 32, 8), (196, 1.0, 128, 2), (5, 1.0, 2, 2)])
+@pytest.mark.parametrize(
+    ("group", "factor", "experts", "capacity"), [(128, 2.0, 32, 8), (196, 1.0, 128, 2), (5, 1.0, 2, 2)]
+)
 def test_capacity(group, factor, experts, capacity):
     """round(L factor / N), half to even, at least 1."""
     assert ExpertsChoiceRouter(4, experts, capacity_factor=factor).capacity(group) == capacity
@@ -131,7 +133,9 @@ def test_masked_tokens_are_never_taken(case):
     alone, with_padding = router(x), router(padded, mask)
     assert (alone.experts_per_token == with_padding.experts_per_token[:, :M]).all()
     assert (with_padding.experts_per_token[:, M:] == 0).all() and not with_padding.dropped[:, M:].any()
-    torch.testing.assert_close(alone.combine(alone.dispatch(x)), with_padding.combine(with_padding.dispatch(padded))[:, :M])
+    torch.testing.assert_close(
+        alone.combine(alone.dispatch(x)), with_padding.combine(with_padding.dispatch(padded))[:, :M]
+    )
 
 
 def test_slots_without_a_token_stay_empty():

@@ -47,9 +47,7 @@ def test_output_equals_the_plain_loops(sizes, seed, normalize, masked):
     layer = make_layer(D, N, P, seed, normalize=normalize)
     x = torch.randn(B, M, D, dtype=torch.float64)
     mask = random_mask(B, M) if masked else None
-    torch.testing.assert_close(
-        layer(x, mask).detach().numpy(), plain_output(layer, x, mask), rtol=1e-11, atol=1e-11
-    )
+    torch.testing.assert_close(layer(x, mask).detach().numpy(), plain_output(layer, x, mask), rtol=1e-11, atol=1e-11)
 
 
 @given(SIZES, SEEDS, st.sampled_from([SoftRouter, SoftUniformRouter, UniformSoftRouter]))

@@ -209,7 +209,9 @@ def test_masked_tokens_take_no_capacity(case):
     assert (with_padding.experts_per_token[:, M:] == 0).all()
     assert not with_padding.dropped[:, M:].any()
     torch.testing.assert_close(alone.auxiliary_loss, with_padding.auxiliary_loss)
-    torch.testing.assert_close(alone.combine(alone.dispatch(x)), with_padding.combine(with_padding.dispatch(padded))[:, :M])
+    torch.testing.assert_close(
+        alone.combine(alone.dispatch(x)), with_padding.combine(with_padding.dispatch(padded))[:, :M]
+    )
 
 
 def test_noise_is_only_for_training_and_divided_by_the_experts():
@@ -236,9 +238,7 @@ def test_training_loss_equals_the_plain_loops(case):
         found = router(x).auxiliary_loss.item()
     torch.manual_seed(1)
     g = router.compute_gates(x, None)
-    logits, noisy = (
-        tensor.detach().flatten(0, 1)[: B * M].numpy() for tensor in (g.logits_GLN, g.noisy_GLN)
-    )
+    logits, noisy = (tensor.detach().flatten(0, 1)[: B * M].numpy() for tensor in (g.logits_GLN, g.noisy_GLN))
     clean, gates = (np.stack([oracle.softmax(row) for row in rows]) for rows in (logits, noisy))
     losses = [
         0.3 * oracle.importance_loss(clean[group])

@@ -1,0 +1,68 @@
+"""Stacked experts against one MLP at a time."""
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from softmoe.moe import Experts
+
+
+@given(*[st.integers(1, high) for high in (4, 5, 6, 7)], st.integers(0, 2**31))
+def test_each_expert_is_its_own_mlp(N, S, D, H, seed):
+    """Row by row: linear, tanh-GELU, linear, with that expert's weights and biases."""
+    torch.manual_seed(seed)
+    experts = Experts(D, H, N).double()
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(N, S, D, dtype=torch.float64)
+    plain = oracle.ExpertWeights.of(experts)
+    expected = np.array([[plain(n, x[n, s].numpy()) for s in range(S)] for n in range(N)])
+    np.testing.assert_allclose(experts(x).detach().numpy(), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_gelu_is_the_tanh_approximation():
+    """The oracle's formula is not the exact GELU: the two differ in the fourth digit."""
+    x = torch.tensor(2.0, dtype=torch.float64)
+    exact = torch.nn.functional.gelu(x).item()
+    approximate = torch.nn.functional.gelu(x, approximate="tanh").item()
+    assert oracle.gelu_tanh(2.0) == pytest.approx(approximate, abs=1e-15)
+    assert abs(oracle.gelu_tanh(2.0) - exact) > 1e-5
+
+
+@pytest.mark.parametrize("identical", [False, True])
+def test_identical_and_independent_start(identical):
+    """identical_init copies one draw (weights and biases) to all experts; without it all differ."""
+    experts = Experts(8, 16, 4, identical_init=identical)
+    for parameter in experts.parameters():
+        for n in range(1, 4):
+            assert torch.equal(parameter[0], parameter[n]) == identical
+    with torch.no_grad():  # and they are copies, not views
+        experts.w1[0] += 1.0
+    assert not torch.equal(experts.w1[0], experts.w1[1])
+
+
+def test_dropout_acts_in_training_only_and_keeps_the_mean():
+    """Dropout after the activation and after the second linear, off in evaluation."""
+    experts = Experts(16, 32, 4, dropout=0.5)
+    x = torch.randn(4, 64, 16)
+    quiet = experts.eval()(x)
+    assert torch.equal(quiet, experts(x))
+    noisy = experts.train()(x)
+    assert 0.4 < (noisy == 0).double().mean() < 0.6
+    many = torch.stack([experts(x) for _ in range(200)]).mean(0)
+    assert (many - quiet).abs().mean() < 0.15 * quiet.abs().mean() + 0.05
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_start_is_reproducible(seed):
+    """The same seed gives the same weights; reset_parameters draws anew."""
+    torch.manual_seed(seed)
+    first = Experts(4, 8, 2)
+    torch.manual_seed(seed)
+    second = Experts(4, 8, 2)
+    assert torch.equal(first.w1, second.w1)
+    second.reset_parameters()
+    assert not torch.equal(first.w1, second.w1)
