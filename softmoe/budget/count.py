@@ -1,0 +1,67 @@
+"""`cost`: parameters, multiply-accumulates and FLOPs of any model, per image, without building it."""
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+from softmoe.budget.elementwise import FORWARD, TRAIN, elementwise
+from softmoe.budget.parts import Part, macs_without_gradient, parts
+from softmoe.budget.shapes import checked
+from softmoe.models import VisionTransformer, ViTConfig, model_config
+from softmoe.models.registry import override
+
+Convention = Literal["ours", "paper"]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Per image.
+
+    params          all parameters
+    macs            multiply-accumulates of the forward pass, in matrix products and convolutions
+    forward_flops   2 per multiply-accumulate, and 1 per elementwise operation
+    train_flops     the same, forward and backward; the optimizer is not in it
+    parts           name -> (params, macs); they sum to the totals
+    """
+
+    params: int
+    macs: int
+    forward_flops: int
+    train_flops: int
+    parts: dict[str, Part]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"parts": {name: part._asdict() for name, part in self.parts.items()}}
+
+
+def cost(
+    model: VisionTransformer | ViTConfig | str, *, convention: Convention = "ours", **overrides: Any
+) -> Cost:
+    """What a model, its configuration or its name costs; `overrides` are those of `create_model`.
+
+    Sparse routers of this package move rows by index. `convention="paper"` counts the one-hot products of the paper's
+    dispatcher instead, which its tables include; nothing else changes. Where a routing group spans images, a row of
+    it is shared out among them, as in a batch of whole groups.
+    """
+    if convention not in get_args(Convention):
+        raise ValueError(f"convention must be 'ours' or 'paper', got {convention!r}")
+    config = checked(as_config(model, overrides))
+    one_hot = convention == "paper"
+    by_part = parts(config, one_hot=one_hot)
+    macs = sum(part.macs for part in by_part.values())
+    spared = round(macs_without_gradient(config, one_hot=one_hot))
+    return Cost(
+        params=sum(part.params for part in by_part.values()),
+        macs=macs,
+        forward_flops=2 * macs + elementwise(config, FORWARD, one_hot=one_hot),
+        train_flops=6 * macs - 2 * spared + elementwise(config, TRAIN, one_hot=one_hot),
+        parts=by_part,
+    )
+
+
+def as_config(model: VisionTransformer | ViTConfig | str, overrides: dict[str, Any]) -> ViTConfig:
+    if isinstance(model, str):
+        return model_config(model, **overrides)
+    config = model.config if isinstance(model, VisionTransformer) else model
+    if not isinstance(config, ViTConfig):
+        raise ValueError(f"expected a model, its configuration or its name, got {type(model).__name__}")
+    return override(config, overrides)

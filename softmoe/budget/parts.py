@@ -1,0 +1,107 @@
+"""Parameters and multiply-accumulates of each part of a model, by closed formula (letters: see shapes.py)."""
+
+from fractions import Fraction
+from typing import NamedTuple
+
+from softmoe.budget.shapes import LEARNED, MIXING, SPARSE, routed
+from softmoe.models import ViTConfig
+
+
+class Part(NamedTuple):
+    params: int
+    macs: int
+    """Multiply-accumulates of one image's forward pass, in matrix products and convolutions."""
+
+
+def parts(config: ViTConfig, *, one_hot: bool = False) -> dict[str, Part]:
+    """Name -> part. With `one_hot`, sparse routers pay for the two one-hot products of the paper's dispatcher."""
+    c = config
+    M, D, H, L = c.tokens, c.width, c.mlp_dim, c.depth
+    moe = routed(c)
+    dense = L - (moe.layers if moe else 0)
+    one_mlp = mlp_params(D, H)
+    routing, experts = Part(0, 0), Part(0, 0)
+    if moe:
+        routing = Part(moe.layers * router_params(c), round(moe.layers * router_macs(c, one_hot)))
+        experts = Part(moe.layers * moe.experts * one_mlp, round(moe.layers * 2 * moe.rows * D * H))
+    return {
+        "embedding": embedding(c),
+        "attention": Part(L * attention_params(c), L * (4 * M * D**2 + 2 * M**2 * D)),
+        "mlp": Part(dense * one_mlp, dense * 2 * M * D * H),
+        "routing": routing,
+        "experts": experts,
+        "norm": Part(4 * L * D + 2 * D, 0),
+        "head": head(c),
+    }
+
+
+def embedding(config: ViTConfig) -> Part:
+    """Patches, positions and the class token."""
+    D, pixels = config.width, 3 * config.patch_size**2
+    params = (pixels + 1) * D
+    params += config.tokens * D if config.positions == "learned" else 0
+    params += D if config.pool == "class" else 0
+    return Part(params, patches(config) * pixels * D)
+
+
+def head(config: ViTConfig) -> Part:
+    """Pooling, the tanh layer if there is one, and the classifier."""
+    M, D, H = config.tokens, config.width, config.mlp_dim
+    params = macs = 0
+    if config.pool == "attention":  # one learned query; an attention, a norm and an MLP
+        params += D + attention_params(config) + 2 * D + mlp_params(D, H)
+        macs += 2 * D**2 + 2 * M * D**2 + 2 * M * D + 2 * D * H
+    features = config.representation_size or D
+    if config.representation_size:
+        params += (D + 1) * features
+        macs += D * features
+    classes = config.num_classes or 0
+    return Part(params + (features + 1) * classes, macs + features * classes)
+
+
+def attention_params(config: ViTConfig) -> int:
+    D = config.width
+    return 4 * D**2 + 4 * D + (2 * D // config.heads if config.qk_norm else 0)
+
+
+def mlp_params(D: int, H: int) -> int:
+    return 2 * D * H + H + D
+
+
+def router_params(config: ViTConfig) -> int:
+    assert config.moe is not None
+    moe = routed(config)
+    assert moe is not None
+    if moe.router in SPARSE:
+        return config.width * moe.experts
+    if moe.router in LEARNED:
+        return config.width * moe.slots + config.moe.normalize
+    return 0
+
+
+def router_macs(config: ViTConfig, one_hot: bool) -> Fraction:
+    """Logits, dispatch and combine of one layer. Moving rows by index multiplies nothing."""
+    M, D, moe = config.tokens, config.width, routed(config)
+    assert moe is not None
+    if moe.router in SPARSE:
+        return Fraction(M * moe.experts * D) + (2 * moe.mask * D if one_hot else 0)
+    products = 2 * (moe.router in MIXING) + (moe.router in LEARNED)
+    return Fraction(products * M * moe.slots * D)
+
+
+def macs_without_gradient(config: ViTConfig, *, one_hot: bool = False) -> Fraction:
+    """Multiply-accumulates that the backward pass is spared: for the gradient of an operand that needs none.
+
+    That is the pixels, the 0/1 mask of the one-hot dispatch, and the fixed weights of uniform routers.
+    """
+    M, D, moe = config.tokens, config.width, routed(config)
+    spared = Fraction(embedding(config).macs)
+    if moe is None:
+        return spared
+    fixed = {"uniform": 2, "soft_uniform": 1, "uniform_soft": 1}.get(moe.router, 0)
+    spared += moe.layers * fixed * M * moe.slots * D
+    return spared + (moe.layers * moe.mask * D if one_hot else 0)
+
+
+def patches(config: ViTConfig) -> int:
+    return config.grid[0] * config.grid[1]

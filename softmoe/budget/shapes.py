@@ -1,0 +1,73 @@
+"""The numbers behind a configuration that all formulas share.
+
+Letters: M tokens of an image (a class token included), D width, A heads, H hidden width, L blocks; per MoE layer
+N experts, S rows that they process per image, all experts together.
+"""
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import torch
+
+from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
+from softmoe.moe.sparse import SparseRouter
+
+SPARSE = ("tokens_choice", "experts_choice")
+MIXING = ("soft", "uniform", "soft_uniform", "uniform_soft")  # slots are averages of tokens: two dense products
+LEARNED = ("soft", "soft_uniform", "uniform_soft")  # one more product, for the logits
+
+
+@dataclass(frozen=True)
+class Routed:
+    """One MoE layer. `rows` and `mask` are per image; groups may span images, so they may be fractions.
+
+    layers       how many MoE layers the model has
+    rows         S: rows that go through the experts
+    slots        N * P, for routers with slot parameters
+    capacity     rows per expert and group (sparse routers)
+    mask         M * N * capacity: entries of the one-hot matrix of the paper's dispatcher, which ours never makes
+    """
+
+    router: str
+    layers: int
+    experts: int
+    rows: Fraction
+    slots: int = 0
+    capacity: int = 0
+    mask: Fraction = Fraction(0)
+
+
+def checked(config: ViTConfig) -> ViTConfig:
+    """The model's own checks, on one block without storage: a cost of what cannot be built helps nobody."""
+    with torch.device("meta"):
+        VisionTransformer(replace(config, depth=min(config.depth, 1), moe=None))
+        if config.moe is not None:
+            config.moe.make_router(config.width)
+    _ = config.moe_blocks
+    return config
+
+
+def routed(config: ViTConfig) -> Routed | None:
+    """The MoE layers of a model, or None for a dense one."""
+    moe, layers = config.moe, len(config.moe_blocks)
+    if moe is None or not layers:
+        return None
+    M, N = config.tokens, moe.num_experts
+    if moe.router in SPARSE:
+        group = moe.group_size or M
+        capacity = sparse_capacity(moe, group)
+        return Routed(
+            moe.router, layers, N, Fraction(N * capacity * M, group), capacity=capacity, mask=Fraction(M * N * capacity)
+        )
+    if moe.router == "identity":
+        return Routed(moe.router, layers, N, Fraction(N * -(-M // N)))
+    slots = N * moe.slots_per_expert
+    return Routed(moe.router, layers, N, Fraction(slots), slots=slots)
+
+
+def sparse_capacity(moe: MoEConfig, group_size: int) -> int:
+    """Asked of the router itself, so that there is one rule."""
+    with torch.device("meta"):
+        router = moe.make_router(1)
+    assert isinstance(router, SparseRouter)
+    return router.capacity(group_size, moe.top_k if moe.router == "tokens_choice" else 1)
