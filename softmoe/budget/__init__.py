@@ -1,5 +1,6 @@
 """What a model costs, before anything runs: parameters, FLOPs and bytes by formula."""
 
 from softmoe.budget.count import Cost, Part, cost
+from softmoe.budget.memory import Memory, memory
 
-__all__ = ["Cost", "Part", "cost"]
+__all__ = ["Cost", "Memory", "Part", "cost", "memory"]

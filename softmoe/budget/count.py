@@ -33,9 +33,7 @@ class Cost:
         return asdict(self) | {"parts": {name: part._asdict() for name, part in self.parts.items()}}
 
 
-def cost(
-    model: VisionTransformer | ViTConfig | str, *, convention: Convention = "ours", **overrides: Any
-) -> Cost:
+def cost(model: VisionTransformer | ViTConfig | str, *, convention: Convention = "ours", **overrides: Any) -> Cost:
     """What a model, its configuration or its name costs; `overrides` are those of `create_model`.
 
     Sparse routers of this package move rows by index. `convention="paper"` counts the one-hot products of the paper's

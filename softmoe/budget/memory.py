@@ -1,0 +1,123 @@
+"""`memory`: an estimate of the bytes of training, before anything runs.
+
+Weights, gradients and optimizer state are exact. Activations are the tensors that autograd keeps for the backward pass,
+by formula: what eager PyTorch keeps on a CPU with its fused attention. Not in it: short-lived temporaries, the
+allocator's waste, the copies that compiled or distributed programs make. Letters: see shapes.py; B images.
+"""
+
+from dataclasses import dataclass
+
+from softmoe.budget.count import cost
+from softmoe.budget.shapes import LEARNED, SPARSE, checked, routed
+from softmoe.models import ViTConfig
+
+OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 1, "none": 0}  # numbers kept per parameter; sgd with momentum
+ROUTING_BYTES = 4  # routers compute in float32 whatever the model runs in
+INDEX_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one training step."""
+
+    weights: int
+    gradients: int
+    optimizer_state: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer_state + self.activations
+
+
+def memory(
+    config: ViTConfig,
+    batch_size: int,
+    *,
+    optimizer: str = "adamw",
+    weight_bytes: int = 4,
+    activation_bytes: int = 4,
+    gradient_checkpointing: bool = False,
+) -> Memory:
+    """Estimated bytes to train a model on batches of `batch_size` images.
+
+    4 bytes are float32, 2 are float16 or bfloat16. 4-byte weights with 2-byte activations is autocast, which also
+    keeps a 2-byte copy of the weights.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    if optimizer not in OPTIMIZER_STATES:
+        raise ValueError(f"unknown optimizer {optimizer!r}, expected one of: {', '.join(OPTIMIZER_STATES)}")
+    params = cost(checked(config)).params
+    activations = activation_memory(config, batch_size, activation_bytes, gradient_checkpointing)
+    if activation_bytes < weight_bytes:
+        activations += params * activation_bytes
+    weights = params * weight_bytes
+    return Memory(weights, weights, OPTIMIZER_STATES[optimizer] * weights, activations)
+
+
+def activation_memory(config: ViTConfig, batch_size: int, item: int, gradient_checkpointing: bool) -> int:
+    """Bytes kept from the forward pass for the backward pass; `item` is the size of one number."""
+    c, T = config, batch_size * config.tokens
+    moe = routed(c)
+    layers = moe.layers if moe else 0
+    attention = attention_bytes(c, T, item)
+    dense = attention + mlp_bytes(c, T, item)
+    sparse = attention + (moe_bytes(c, batch_size, item) if moe else 0)
+    if gradient_checkpointing:  # the input of each block, and the inside of the one that is being computed again
+        blocks = c.depth * T * c.width * item + max(sparse if layers else 0, dense if layers < c.depth else 0)
+    else:
+        blocks = (c.depth - layers) * dense + layers * sparse
+    return blocks + outside_bytes(c, batch_size, item)
+
+
+def outside_bytes(config: ViTConfig, batch_size: int, item: int) -> int:
+    """Pixels, the last norm, pooling and head."""
+    c, T = config, batch_size * config.tokens
+    height, width = c.image_shape
+    kept = batch_size * 3 * height * width + T * (c.width + 2) + (T * c.width if c.dropout else 0)
+    if c.pool == "attention":  # its input, keys and values, and the normalized keys
+        kept += T * c.width * (4 if c.qk_norm else 3) + batch_size * (7 * c.width + 2 * c.mlp_dim)
+    return (kept + batch_size * (c.width + 2 * (c.representation_size or 0) + (c.num_classes or 0))) * item
+
+
+def attention_bytes(config: ViTConfig, T: int, item: int) -> int:
+    """The two residual inputs and their norms; queries, keys, values; the fused attention's result."""
+    D, A = config.width, config.heads
+    rows = 11 if config.qk_norm or config.attention_dropout else 8
+    kept = T * (rows * D + (5 if config.qk_norm else 1) * A + 4)
+    if config.attention_dropout:  # not fused: the weights before and after dropout, and its mask
+        kept += 3 * A * T * config.tokens
+    if config.dropout:
+        kept += T * D
+    return kept * item
+
+
+def mlp_bytes(config: ViTConfig, T: int, item: int) -> int:
+    """Before and after the GELU; with dropout its two masks."""
+    masks = config.mlp_dim + config.width if config.dropout else 0
+    return T * (2 * config.mlp_dim + masks) * item
+
+
+def moe_bytes(config: ViTConfig, batch_size: int, item: int) -> int:
+    """Routing weights or indices, the rows in and out of the experts, and the insides of the experts."""
+    moe, M, D, H = routed(config), config.tokens, config.width, config.mlp_dim
+    assert moe is not None
+    assert config.moe is not None
+    T, N = batch_size * M, moe.experts
+    if moe.router in SPARSE:
+        groups = -(-T // (config.moe.group_size or M))
+        R = N * moe.capacity * groups
+        routing = T * N * (2 * ROUTING_BYTES + INDEX_BYTES) + R * (ROUTING_BYTES + INDEX_BYTES)
+        rows = 3 * R * D
+    else:
+        R = round(batch_size * moe.rows)
+        routing = R * (ROUTING_BYTES + INDEX_BYTES) if moe.router == "identity" else 2 * T * moe.slots * ROUTING_BYTES
+        if moe.router != "identity" and item < ROUTING_BYTES:
+            routing += 2 * T * moe.slots * item  # the weights once more, in the dtype of the tokens
+        if moe.router in LEARNED:  # normalized tokens and slot parameters
+            routing += (T + 2 * moe.slots) * D * ROUTING_BYTES
+        rows = 2 * R * D
+    dropout = config.dropout if config.moe.expert_dropout is None else config.moe.expert_dropout
+    masks = R * (H + D) if dropout else 0
+    return routing + (rows + 2 * R * H + masks) * item

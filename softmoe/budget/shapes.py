@@ -4,12 +4,15 @@ Letters: M tokens of an image (a class token included), D width, A heads, H hidd
 N experts, S rows that they process per image, all experts together.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
 
-from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
+from softmoe.models import MoEConfig, ViTConfig
+from softmoe.models.embed import SinCosPositions
+from softmoe.models.vit import check
+from softmoe.moe import Router
 from softmoe.moe.sparse import SparseRouter
 
 SPARSE = ("tokens_choice", "experts_choice")
@@ -38,12 +41,18 @@ class Routed:
 
 
 def checked(config: ViTConfig) -> ViTConfig:
-    """The model's own checks, on one block without storage: a cost of what cannot be built helps nobody."""
-    with torch.device("meta"):
-        VisionTransformer(replace(config, depth=min(config.depth, 1), moe=None))
-        if config.moe is not None:
-            config.moe.make_router(config.width)
-    _ = config.moe_blocks
+    """Refuse what cannot be built. The model would say it too, but building one without storage takes torch seconds."""
+    check(config)
+    if config.width % config.heads:
+        raise ValueError(f"heads must divide the width: {config.width} is not a multiple of {config.heads}")
+    if min(config.grid) < 1:
+        height, width = config.image_shape
+        raise ValueError(f"image of {height} x {width} is smaller than one patch of {config.patch_size} pixels")
+    if config.positions == "sincos":
+        SinCosPositions((1, 1), config.width)
+    if config.moe is not None:
+        small_router(config.moe)
+        config.moe.moe_blocks(config.depth)
     return config
 
 
@@ -67,7 +76,12 @@ def routed(config: ViTConfig) -> Routed | None:
 
 def sparse_capacity(moe: MoEConfig, group_size: int) -> int:
     """Asked of the router itself, so that there is one rule."""
-    with torch.device("meta"):
-        router = moe.make_router(1)
+    router = small_router(moe)
     assert isinstance(router, SparseRouter)
     return router.capacity(group_size, moe.top_k if moe.router == "tokens_choice" else 1)
+
+
+def small_router(moe: MoEConfig) -> Router:
+    """The router for tokens of width 1; the caller's random state stays as it is."""
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        return moe.make_router(1)

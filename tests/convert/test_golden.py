@@ -74,10 +74,8 @@ def collect_losses(module: nn.Module) -> list[Tensor]:
 def moe_config(parameters: Arrays, settings: Arrays, **more: Any) -> MoEConfig:
     """`parameters` of one MoE layer. The importance loss alone is on, as in the files."""
     slots = parameters.get("Router/mu", np.empty((1, 1, 1))).shape[2]
-    if "Router/mu" in parameters:
-        router = "soft"
-    else:
-        router = "tokens_choice" if "K" in settings else "experts_choice"
+    sparse = "tokens_choice" if "K" in settings else "experts_choice"
+    router = "soft" if "Router/mu" in parameters else sparse
     return MoEConfig(
         router=router,
         num_experts=parameters["Mlp/Dense_0/kernel"].shape[0],

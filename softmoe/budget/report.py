@@ -1,0 +1,180 @@
+"""Costs as plain text and as JSON-ready values: the same in a terminal, a pipe and a file, at most 100 columns wide."""
+
+import textwrap
+from dataclasses import asdict
+from typing import Any
+
+from softmoe.budget.count import Convention, Cost, cost
+from softmoe.budget.paper import (
+    MISFITS,
+    Comparison,
+    LongRun,
+    ParetoRun,
+    compare_long_runs,
+    compare_pareto_runs,
+    summary,
+)
+from softmoe.budget.shapes import SPARSE
+from softmoe.models import ViTConfig
+
+WIDTH = 98
+
+
+def models_report(models: dict[str, ViTConfig], convention: Convention = "ours") -> str:
+    """Totals of each model, then its parameters and multiply-accumulates by part."""
+    costs = {name: cost(config, convention=convention) for name, config in models.items()}
+    first = next(iter(models.values()))
+    height, width = first.image_shape
+    classes = "no head" if first.num_classes is None else f"{first.num_classes:,} classes"
+    totals = [
+        [
+            name,
+            f"{c.params:,}",
+            f"{c.macs / 1e9:.3f}",
+            f"{c.forward_flops / 1e9:.3f}",
+            f"{c.train_flops / 1e9:.3f}",
+        ]
+        for name, c in costs.items()
+    ]
+    lines = [
+        f"Per image of {height} x {width} pixels, {classes}. FLOPs include elementwise operations;",
+        "train is forward and backward, without the optimizer.",
+        "",
+        *table(["model", "parameters", "GMAC", "GFLOP forward", "GFLOP train"], totals),
+        "",
+        *parts_table("parameters", costs, "params"),
+        "",
+        *parts_table("GMAC", costs, "macs"),
+    ]
+    sparse = [name for name, config in models.items() if config.moe and config.moe.router in SPARSE]
+    if sparse and convention == "ours":
+        text = "; ".join(f"{name} {cost(models[name], convention='paper').macs / 1e9:.3f} GMAC" for name in sparse)
+        lines += [
+            "",
+            *wrap(f"Rows are moved by index here. With the one-hot products of the paper's dispatcher: {text}."),
+        ]
+    return "\n".join(lines)
+
+
+def parts_table(title: str, costs: dict[str, Cost], what: str) -> list[str]:
+    show = short if what == "params" else (lambda macs: f"{macs / 1e9:.3f}")
+    names = list(next(iter(costs.values())).parts)
+    rows = [
+        [name, *(show(value) if (value := getattr(part, what)) else "-" for part in c.parts.values())]
+        for name, c in costs.items()
+    ]
+    return table([title, *names], rows)
+
+
+def paper_report() -> str:
+    """The paper's cost columns beside ours: the long runs, all 107 models of the Pareto table, and the misfits."""
+    long, pareto = compare_long_runs(), compare_pareto_runs()
+    errors = [
+        *(["long runs", *line] for line in summary_rows(summary(long))),
+        *(["Pareto", *line] for line in summary_rows(summary(pareto))),
+        *(["Pareto without [1] [2]", *line] for line in summary_rows(summary(pareto, without_large_misfits=True))),
+    ]
+    lines = [
+        "Long runs (batches of 4,096 images of 224 x 224 pixels, 29,593 classes)",
+        "",
+        *table(
+            ["model", "steps", "params", "ours", "GFLOP/img", "ours", "error", "exaFLOP", "ours", "error"],
+            [long_row(row) for row in long],
+        ),
+        "",
+        "Pareto table (300,000 steps; a number in brackets is a misfit, see below)",
+        "",
+        *table(
+            ["ref", "model", "routing", "experts", "group", "K", "C", "exaFLOP", "ours", "error", ""],
+            [pareto_row(row) for row in pareto],
+            left=(1, 2, 10),
+        ),
+        "",
+        "Errors of the exaFLOP column, (ours - paper) / paper",
+        "",
+        *table(["table", "routing", "rows", "median |error|", "largest |error|"], errors, left=(0, 1)),
+        "",
+        "Misfits",
+    ]
+    for number, misfit in enumerate(MISFITS, 1):
+        rows = f" (rows {', '.join(map(str, misfit.refs))})" if misfit.refs else ""
+        lines += ["", *wrap(f"[{number}] {misfit.title}{rows}. {misfit.explanation}", indent="    ")]
+    notes = (
+        "The exaFLOP column is half of the FLOPs of the train step, so in effect one FLOP per multiply-accumulate; "
+        "double it to compare with GFLOP/img. Sparse routers are charged for one-hot products there, which the routers "
+        "of this package do not make."
+    )
+    return "\n".join([*lines, "", *wrap(notes)])
+
+
+def long_row(row: Comparison) -> list[str]:
+    run = row.run
+    assert isinstance(run, LongRun)
+    assert row.gflop_error is not None
+    name = f"ViT {run.model}" if run.experts is None else f"{run.routing} {run.model} {run.experts}E"
+    return [
+        name,
+        f"{run.steps // 1_000_000}M",
+        run.params,
+        short(row.params),
+        f"{run.gflop:.1f}",
+        f"{row.gflop:.2f}",
+        f"{row.gflop_error:+z.2%}",
+        f"{run.exaflop:.1f}",
+        f"{row.exaflop:.1f}",
+        f"{row.error:+z.2%}",
+    ]
+
+
+def pareto_row(row: Comparison) -> list[str]:
+    run = row.run
+    assert isinstance(run, ParetoRun)
+    settings = ["-" if value is None else str(value) for value in (run.experts, run.group_size, run.top_k, run.factor)]
+    mark = f"[{MISFITS.index(row.misfit) + 1}]" if row.misfit else ""
+    numbers = [f"{run.exaflop:.1f}", f"{row.exaflop:.2f}", f"{row.error:+z.2%}"]
+    return [str(run.ref), run.model, run.routing, *settings, *numbers, mark]
+
+
+def summary_rows(errors: dict[str, tuple[int, float, float]]) -> list[list[str]]:
+    return [[routing, str(rows), f"{mid:.2%}", f"{top:.2%}"] for routing, (rows, mid, top) in errors.items()]
+
+
+def paper_values() -> dict[str, Any]:
+    """What `paper_report` says, as values."""
+
+    def values(row: Comparison) -> dict[str, Any]:
+        ours = {"params": row.params, "gflop": row.gflop, "exaflop": row.exaflop}
+        misfit = row.misfit and row.misfit.title
+        return {"paper": asdict(row.run), "ours": ours, "exaflop_error": row.error, "misfit": misfit}
+
+    return {
+        "long_runs": [values(row) for row in compare_long_runs()],
+        "pareto_runs": [values(row) for row in compare_pareto_runs()],
+        "misfits": [asdict(misfit) for misfit in MISFITS],
+    }
+
+
+def table(header: list[str], rows: list[list[str]], left: tuple[int, ...] = (0,)) -> list[str]:
+    """Lines with aligned columns; the columns in `left` hold words, the others numbers."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+
+    def line(cells: list[str]) -> str:
+        aligned = (
+            cell.ljust(width) if index in left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        return "  ".join(aligned).rstrip()
+
+    return [line(header), "-" * len(line(["x" * width for width in widths])), *map(line, rows)]
+
+
+def short(number: int) -> str:
+    """933709471 -> "933.7M"."""
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if number >= size:
+            return f"{number / size:.2f}{letter}" if letter == "B" else f"{number / size:.1f}{letter}"
+    return str(number)
+
+
+def wrap(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent=indent)

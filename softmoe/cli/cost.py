@@ -1,0 +1,55 @@
+"""`softmoe cost`: parameters and FLOPs of models, before anything runs."""
+
+import json
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Parameters, multiply-accumulates and FLOPs per image, in total and by part."""
+
+    names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NAME")] = ()
+    """Models, like vit_s16, soft_s16_128e or experts_choice_b16_32e."""
+    classes: int = 1000
+    """Outputs of the head; 0 is a model without a head."""
+    image_size: str = "224"
+    """Pixels, or HEIGHTxWIDTH."""
+    convention: Literal["ours", "paper"] = "ours"
+    """Sparse routers: our dispatch by index, or the one-hot products that the paper's tables count."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print exact numbers as JSON."""
+    paper: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print the cost columns of the paper's tables beside ours, and where they differ."""
+
+
+def main(argv: list[str]) -> int:
+    arguments = tyro.cli(Arguments, args=argv, prog="softmoe cost")
+    if arguments.paper == bool(arguments.names):
+        raise ValueError("give the names of models (like soft_s16_128e), or --paper alone")
+    image_size = parse_size(arguments.image_size)  # a typo shall not wait for torch
+
+    from softmoe.budget import report
+    from softmoe.budget.count import cost
+    from softmoe.models import model_config
+
+    if arguments.paper:
+        print(json.dumps(report.paper_values(), indent=2) if arguments.json else report.paper_report())
+        return 0
+    classes = arguments.classes or None
+    models = {name: model_config(name, num_classes=classes, image_size=image_size) for name in arguments.names}
+    if arguments.json:
+        values = {name: cost(c, convention=arguments.convention).to_dict() for name, c in models.items()}
+        print(json.dumps(values, indent=2))
+    else:
+        print(report.models_report(models, arguments.convention))
+    return 0
+
+
+def parse_size(text: str) -> int | tuple[int, int]:
+    sides = text.split("x")
+    if len(sides) > 2 or not all(side.isdecimal() for side in sides):
+        raise ValueError(f"--image-size must be pixels or HEIGHTxWIDTH, like 224 or 224x320, got {text!r}")
+    return int(sides[0]) if len(sides) == 1 else (int(sides[0]), int(sides[1]))
