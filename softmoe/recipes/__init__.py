@@ -1,0 +1,55 @@
+"""One run = one python file: a docstring with command, time and expected result, `recipe()` and `tiny()`.
+
+    softmoe train quickstart                 a recipe of this folder
+    softmoe train path/to/mine.py            a file of the user's own, of the same form
+
+A recipe that leaves `run_name` alone gets its own name as the name of its run.
+"""
+
+import difflib
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+from softmoe.train import TrainConfig
+
+
+def names() -> list[str]:
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def load(name: str, variant: str = "recipe") -> TrainConfig:
+    """The settings of the recipe called `name` (or in the file `name`), its run named after it if it has no name."""
+    module = find(name)
+    function: Callable[[], TrainConfig] | None = getattr(module, variant, None)
+    if function is None:
+        raise ValueError(f"the recipe {name} has no function {variant}() -> TrainConfig")
+    config = function()
+    if not isinstance(config, TrainConfig):
+        raise ValueError(f"{variant}() of the recipe {name} must return a TrainConfig, got {type(config).__name__}")
+    return replace(config, run_name=Path(name).stem) if config.run_name == TrainConfig.run_name else config
+
+
+def find(name: str) -> ModuleType:
+    if name.endswith(".py"):
+        return from_file(Path(name))
+    if name not in names():
+        near = difflib.get_close_matches(name, names(), n=1)
+        hint = f", did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"no recipe {name!r}{hint} Recipes: {', '.join(names())}, or the path of a .py file")
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+def from_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ValueError(f"there is no recipe file {path}")
+    spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

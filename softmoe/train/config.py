@@ -1,0 +1,252 @@
+"""Everything that decides what a training run does, as frozen dataclasses. A recipe is a function that returns one."""
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal
+
+from softmoe.data import TransformConfig
+from softmoe.models import MoEConfig, ViTConfig, model_config
+from softmoe.train.strict import from_dict, to_dict
+
+_MOE_FIELDS = tuple(f.name for f in fields(MoEConfig))
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """A model by name, and what differs from it. None leaves what the name says."""
+
+    name: str = "soft_s16_128e"
+    """vit_s16, soft_s16_128e, tokens_choice_b32_32e, ..."""
+    router: str | None = None
+    """soft, tokens_choice, experts_choice, identity, uniform, soft_uniform, uniform_soft; or dense: no experts."""
+    image_size: int | tuple[int, int] | None = None
+    """Pixels for which positions are learned; None is the size of the data's images."""
+    patch_size: int | None = None
+    width: int | None = None
+    depth: int | None = None
+    mlp_dim: int | None = None
+    heads: int | None = None
+    num_classes: int | None = None
+    """Outputs of the head; None is the number of classes of the training data."""
+    pool: Literal["mean", "class", "attention"] | None = None
+    positions: Literal["learned", "sincos", "none"] | None = None
+    qk_norm: bool | None = None
+    dropout: float | None = None
+    attention_dropout: float | None = None
+    representation_size: int | None = None
+    """Width of a tanh layer before the head, if any."""
+    num_experts: int | None = None
+    slots_per_expert: int | None = None
+    blocks: tuple[int, ...] | None = None
+    """Which blocks get experts; the names say the second half."""
+    expert_dropout: float | None = None
+    identical_init: bool | None = None
+    """Start all experts as copies of one draw."""
+    normalize: bool | None = None
+    """Soft: normalize tokens and slot parameters."""
+    scale_init: float | None = None
+    """Soft: the first value of the learned scale of the logits."""
+    noise_std: float | None = None
+    top_k: int | None = None
+    capacity_factor: float | None = None
+    batch_priority: bool | None = None
+    group_size: int | None = None
+    """Sparse: tokens that are routed together; None is one image."""
+    importance_weight: float | None = None
+    load_weight: float | None = None
+    gshard_weight: float | None = None
+
+    def resolve(self, num_classes: int, image_size: int | tuple[int, int]) -> ViTConfig:
+        """The model itself, for data of this many classes and this size."""
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("name", "router")}
+        overrides = {key: value for key, value in given.items() if value is not None}
+        config = model_config(
+            self.name,
+            num_classes=overrides.pop("num_classes", num_classes),
+            image_size=overrides.pop("image_size", image_size),
+        )
+        for_experts = {key: value for key, value in overrides.items() if key in _MOE_FIELDS}
+        if self.router == "dense":
+            config = replace(config, moe=None)
+        elif self.router is not None or (for_experts and config.moe):
+            if self.router is not None:
+                for_experts["router"] = self.router
+            config = replace(config, moe=replace(config.moe or MoEConfig(), **for_experts))
+        elif for_experts:
+            raise ValueError(
+                f"the model {self.name!r} has no experts, but {', '.join(for_experts)} is set: give model.router too, "
+                "or a name such as soft_s16_128e"
+            )
+        return replace(config, **{key: value for key, value in overrides.items() if key not in _MOE_FIELDS})
+
+
+@dataclass(frozen=True)
+class DataSection:
+    train: str = "shapes"
+    """Source of the training images: shapes, folder:PATH, wds:PATTERN, hf:NAME, idx:PATH, digits."""
+    val: str | None = None
+    """Source of the validation images; None is the same source."""
+    train_split: str = "train"
+    val_split: str = "val"
+    batch_size: int = 64
+    eval_batch_size: int = 256
+    workers: int = 1
+    """Processes that read and transform images; 0 does it in the training process."""
+    prefetch: int = 4
+    """Batches prepared ahead."""
+    max_broken: float = 0.05
+    """Share of unreadable images above which the run stops."""
+    transform: TransformConfig = field(default_factory=TransformConfig)
+
+
+@dataclass(frozen=True)
+class OptimSection:
+    name: Literal["adamw", "sgd"] = "adamw"
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    momentum: float = 0.9
+    """Of SGD."""
+    head_decay: float = 0.03
+    """Weight decay of the head's matrix (the paper: 3.0 on JFT-4B)."""
+    kernel_decay: float = 0.03
+    """Of all other matrices: patches, attention, MLPs, experts, sparse routers."""
+    scale_decay: float = 0.03
+    """Of the soft routers' scale. Slot vectors, biases, norms and positions are never decayed by these three."""
+    decay_patterns: tuple[tuple[str, float], ...] = ()
+    """(pattern, decay) pairs looked up first, by regular expression on the parameter's name."""
+    lr_patterns: tuple[tuple[str, float], ...] = ()
+    """(pattern, factor) pairs: the learning rate of the parameters whose name matches is multiplied; 0 freezes them."""
+    clip_norm: float | None = 1.0
+    """Largest global norm of the gradient; None does not clip."""
+
+
+@dataclass(frozen=True)
+class ScheduleSection:
+    kind: Literal["rsqrt", "linear", "cosine", "constant"] = "rsqrt"
+    peak: float = 1e-3
+    """The highest learning rate, reached after the warm-up."""
+    warmup: int = 10_000
+    timescale: int = 10_000
+    """Of rsqrt: steps after the warm-up until the rate has fallen by the root of 2."""
+    cooldown: int = 0
+    """Last steps in which the rate goes to zero in a straight line."""
+    end: float = 0.0
+    """Last value of linear and cosine."""
+    decay_steps: int | None = None
+    """Step at which linear and cosine reach their end; None is the length of the run."""
+
+
+@dataclass(frozen=True)
+class ObjectiveSection:
+    loss: Literal["softmax", "sigmoid"] = "softmax"
+    """Cross-entropy: one class of many, or each class by itself (summed over the classes, as in the paper)."""
+    label_smoothing: float = 0.0
+    auxiliary_weight: float = 1.0
+    """Factor of the balance losses of sparse routers."""
+
+
+@dataclass(frozen=True)
+class EvaluationSection:
+    every: int | None = 1000
+    """Steps between evaluations; there is always one at the end. None: only at the end."""
+    examples: int | None = None
+    """Evaluate on this many validation images only."""
+    best: str = "val/top1"
+    """The number whose largest value marks the best checkpoint."""
+
+
+@dataclass(frozen=True)
+class CheckpointSection:
+    every: int = 1000
+    keep_last: int = 2
+    keep_every: int | None = None
+    """Also keep those of every multiple of this many steps, to branch from."""
+    keep_best: bool = True
+    asynchronous: bool = True
+    """Write in the background, from a copy in memory."""
+
+
+@dataclass(frozen=True)
+class LogSection:
+    every: int = 50
+    """Steps between lines of metrics.jsonl."""
+    seconds: float = 10.0
+    """Time between progress lines in a log file."""
+    health: bool = True
+    """Say how each router does in every line of metrics.jsonl."""
+    quiet: bool = False
+    tensorboard: bool = False
+    wandb: str | None = None
+    """Name of a Weights & Biases project."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A whole run."""
+
+    run_name: str = "run"
+    """The run lives in RUNS/RUN_NAME and continues from there by itself."""
+    runs: str = "runs"
+    steps: int = 10_000
+    seed: int = 0
+    model: ModelSection = field(default_factory=ModelSection)
+    data: DataSection = field(default_factory=DataSection)
+    optim: OptimSection = field(default_factory=OptimSection)
+    schedule: ScheduleSection = field(default_factory=ScheduleSection)
+    objective: ObjectiveSection = field(default_factory=ObjectiveSection)
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    log: LogSection = field(default_factory=LogSection)
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16 computes products in bfloat16 where this machine truly can; weights stay float32."""
+    compile: bool = False
+    ema: float | None = None
+    """Keep an average of the weights with this decay (0.9999) and evaluate it."""
+    accumulate: int = 1
+    """Split each batch in so many parts, to save memory; the gradient is that of the whole batch."""
+    gradient_checkpointing: bool = False
+    """Save memory by computing the inside of each block twice."""
+    max_bad_steps: int = 10
+    """Stop after so many steps in a row whose loss or gradient is not finite."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, mps."""
+    threads: int | None = None
+    """CPU threads; None is what torch chooses."""
+
+    def to_dict(self) -> dict:
+        return to_dict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "TrainConfig":
+        return from_dict(cls, values)
+
+    def check(self) -> None:
+        """ValueError for settings that cannot work together, before anything is opened or built."""
+        d, s = self.data, self.schedule
+        positive = {
+            "steps": self.steps,
+            "data.batch_size": d.batch_size,
+            "data.eval_batch_size": d.eval_batch_size,
+            "accumulate": self.accumulate,
+            "max_bad_steps": self.max_bad_steps,
+            "checkpoint.every": self.checkpoint.every,
+            "checkpoint.keep_last": self.checkpoint.keep_last,
+            "log.every": self.log.every,
+            "schedule.timescale": s.timescale,
+        }
+        for name, value in positive.items():
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if d.batch_size % self.accumulate:
+            raise ValueError(f"accumulate must divide the batch: {d.batch_size} is not a multiple of {self.accumulate}")
+        if s.warmup < 0 or s.cooldown < 0 or s.warmup + s.cooldown > self.steps:
+            raise ValueError(
+                f"warm-up and cooldown must fit in the run: {s.warmup} + {s.cooldown} steps of {self.steps}; "
+                "set schedule.warmup and schedule.cooldown"
+            )
+        if self.ema is not None and not 0.0 <= self.ema < 1.0:
+            raise ValueError(f"ema must be in [0, 1), got {self.ema}")
+        if not 0.0 <= self.objective.label_smoothing < 1.0:
+            raise ValueError(f"objective.label_smoothing must be in [0, 1), got {self.objective.label_smoothing}")
+        if not self.run_name or "/" in self.run_name or self.run_name.startswith("."):
+            raise ValueError(f"run_name must be a plain folder name, got {self.run_name!r}; the folder above is `runs`")

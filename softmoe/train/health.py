@@ -1,0 +1,91 @@
+"""How the routers do, in a few numbers per layer, and a warning when one goes wrong.
+
+Letters: B images, M tokens, D width, N experts, P slots per expert.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from softmoe.moe import DenseRouting, Router, Routing, SoftRouter, SparseRouting
+
+SATURATED = 0.95  # mean largest weight above which a softmax passes one entry only
+ALIKE = 0.95  # mean cosine of the slot vectors above which they all ask for the same
+DROPPED = 0.5
+IDLE = 0.5
+
+
+@torch.no_grad()
+def router_health(router: Router, routing: Routing) -> dict[str, float]:
+    """Named numbers of one layer. One pass over its weights, no products of slots with slots."""
+    numbers: dict[str, Tensor] = {}
+    if isinstance(routing, DenseRouting):
+        numbers["max_dispatch"] = routing.dispatch_weights.amax(1).mean()
+        numbers["max_combine"] = routing.combine_weights.flatten(2).amax(2).mean()
+    elif isinstance(routing, SparseRouting):
+        real = routing.mask_T.sum().clamp(min=1)
+        numbers["drop_rate"] = routing.dropped.sum() / real
+        numbers["idle_experts"] = (routing.load == 0).float().mean()
+        numbers["max_load"] = routing.load.max() / routing.load.sum().clamp(min=1)
+    if isinstance(router, SoftRouter):
+        if router.scale is not None:
+            numbers["scale"] = router.scale.detach()
+        numbers["slot_similarity"] = mean_cosine(router.phi.detach().flatten(1))
+    return {name: float(value) for name, value in numbers.items()}
+
+
+def mean_cosine(vectors_DS: Tensor) -> Tensor:
+    """Mean cosine of all pairs of different columns, from the length of their sum: no S x S matrix."""
+    S = vectors_DS.shape[1]
+    if S < 2:
+        return vectors_DS.new_zeros(())
+    unit_DS = torch.nn.functional.normalize(vectors_DS.double(), dim=0)
+    return (unit_DS.sum(1).square().sum() - S) / (S * (S - 1))
+
+
+def model_health(routers: Mapping[str, Router], routings: Mapping[str, Routing]) -> dict[str, dict[str, float]]:
+    """{layer: numbers}, where a layer is the path of its router without the last word."""
+    return {name.removesuffix(".router"): router_health(routers[name], routing) for name, routing in routings.items()}
+
+
+class HealthWatch:
+    """Turns health numbers into warnings: each once, and again only after the layer has recovered in between."""
+
+    def __init__(self) -> None:
+        self._ill: set[tuple[str, str]] = set()
+
+    def warnings(self, health: Mapping[str, Mapping[str, float]]) -> list[str]:
+        messages = []
+        for layer, numbers in health.items():
+            for illness, message in symptoms(numbers).items():
+                key = (layer, illness)
+                if message and key not in self._ill:
+                    messages.append(f"routing in {layer}: {message}")
+                (self._ill.add if message else self._ill.discard)(key)
+        return messages
+
+
+def symptoms(numbers: Mapping[str, float]) -> dict[str, str]:
+    """{illness: what to tell the user, empty if healthy}."""
+    found: dict[str, str] = dict.fromkeys(("dispatch", "combine", "alike", "dropped", "idle"), "")
+    scale = f" (scale {numbers['scale']:.3g})" if "scale" in numbers else ""
+    if numbers.get("max_dispatch", 0.0) > SATURATED:
+        found["dispatch"] = (
+            f"dispatch is saturated, each slot takes one token only{scale}; lower the learning rate or decay the scale"
+        )
+    if numbers.get("max_combine", 0.0) > SATURATED:
+        found["combine"] = (
+            f"combine is saturated, each token takes one slot only{scale}; lower the learning rate or decay the scale"
+        )
+    if numbers.get("slot_similarity", 0.0) > ALIKE:
+        found["alike"] = "the slots have collapsed, all ask for the same tokens; check normalize and the learning rate"
+    if numbers.get("drop_rate", 0.0) > DROPPED:
+        found["dropped"] = (
+            f"{numbers['drop_rate']:.0%} of the tokens reach no expert; raise capacity_factor or the balance losses"
+        )
+    if numbers.get("idle_experts", 0.0) > IDLE:
+        found["idle"] = (
+            f"{numbers['idle_experts']:.0%} of the experts get no token; raise importance_weight and load_weight"
+        )
+    return found

@@ -1,0 +1,83 @@
+"""Parameters -> groups with their weight decay and learning rate; AdamW or SGD; clipping.
+
+The decay of a parameter is that of the first rule its name matches, zero if none does. The rules follow the paper's
+code: the head's matrix, all other matrices, and the soft routers' scale. Slot vectors (phi), biases, norms,
+positions, class token and probe are in no rule.
+"""
+
+import re
+
+import torch
+from torch import Tensor, nn
+
+from softmoe.train.config import OptimSection
+
+HEAD = r"^head\.weight$"
+SCALE = r"router\.scale$"
+KERNEL = r"(^|\.)(proj|qkv|out|fc1|fc2|router|pre_logits)\.weight$|\.experts\.w[12]$"
+
+
+def make_optimizer(model: nn.Module, config: OptimSection) -> torch.optim.Optimizer:
+    groups = parameter_groups(model, config)
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=0.0, momentum=config.momentum)
+    return torch.optim.AdamW(groups, lr=0.0, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+
+
+def parameter_groups(model: nn.Module, config: OptimSection) -> list[dict]:
+    """One group per (decay, factor of the learning rate); a factor of 0 takes the parameter out of training."""
+    decay_rules = (
+        *config.decay_patterns,
+        (HEAD, config.head_decay),
+        (SCALE, config.scale_decay),
+        (KERNEL, config.kernel_decay),
+    )
+    groups: dict[tuple[float, float], dict] = {}
+    used: set[str] = set()
+    for name, parameter in model.named_parameters():
+        decay, pattern = first_match(decay_rules, name, 0.0)
+        factor, factor_pattern = first_match(config.lr_patterns, name, 1.0)
+        used |= {pattern, factor_pattern}
+        if factor == 0.0:
+            parameter.requires_grad_(False)
+            continue
+        group = groups.setdefault(
+            (decay, factor), {"params": [], "names": [], "weight_decay": decay, "lr_factor": factor}
+        )
+        group["params"].append(parameter)
+        group["names"].append(name)
+    for pattern, _ in (*config.decay_patterns, *config.lr_patterns):
+        if pattern not in used:
+            raise ValueError(f"the pattern {pattern!r} matches no parameter; names look like {', '.join(_some(model))}")
+    if not groups:
+        raise ValueError("optim.lr_patterns freezes every parameter, so there is nothing to train")
+    return list(groups.values())
+
+
+def first_match(rules: tuple[tuple[str, float], ...], name: str, default: float) -> tuple[float, str]:
+    for pattern, value in rules:
+        if re.search(pattern, name):
+            return value, pattern
+    return default, ""
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["lr_factor"]
+
+
+def gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def clip_by_global_norm(grads: list[Tensor], max_norm: float | None) -> Tensor:
+    """Scale all gradients so that their joint norm is at most `max_norm`, with no epsilon; returns the norm before."""
+    norm = torch.nn.utils.get_total_norm(grads)
+    if max_norm is not None:
+        torch._foreach_mul_(grads, (max_norm / norm).clamp(max=1.0))  # pyright: ignore[reportPrivateImportUsage]
+    return norm
+
+
+def _some(model: nn.Module) -> list[str]:
+    names = [name for name, _ in model.named_parameters()]
+    return [names[0], names[len(names) // 2], names[-1]]

@@ -1,0 +1,145 @@
+"""Build what a run needs from its settings: device, precision, model, average of the weights, data."""
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from softmoe.data import Batch, Loader, Source, Transform, evaluation_batches, open_source
+from softmoe.machine import bfloat16_works
+from softmoe.models import VisionTransformer, ViTConfig
+from softmoe.train.config import TrainConfig
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def choose_precision(wanted: str, device: torch.device, report: Callable[[str], None]) -> torch.dtype | None:
+    """The dtype of autocast, or None for plain float32. bfloat16 only where it was seen to work."""
+    if wanted == "float32":
+        return None
+    works = torch.cuda.is_bf16_supported() if device.type == "cuda" else bfloat16_works()
+    if works:
+        return torch.bfloat16
+    report("precision: this machine has no working bfloat16, going on in float32")
+    return None
+
+
+def build_model(config: TrainConfig, shape: ViTConfig, device: torch.device) -> VisionTransformer:
+    """A fresh model, the same for the same seed whatever was drawn before."""
+    torch.manual_seed(random_seed(config.seed, "model"))
+    model = VisionTransformer(shape).to(device)
+    model.set_gradient_checkpointing(config.gradient_checkpointing)
+    return model
+
+
+def random_seed(*parts: Any) -> int:
+    """A seed from any values. Each step draws from (seed, step) alone, so a resumed run draws the same."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class Average:
+    """A copy of the model whose weights are the running mean of the model's: e = decay * e + (1 - decay) * w."""
+
+    def __init__(self, model: nn.Module, decay: float):
+        self.model = copy.deepcopy(model).requires_grad_(False).eval()
+        self.decay = decay
+        self._averages: list[Tensor] = list(self.model.parameters())
+        self._weights: list[Tensor] = list(model.parameters())
+
+    @torch.no_grad()
+    def update(self) -> None:
+        torch._foreach_lerp_(self._averages, self._weights, 1.0 - self.decay)  # pyright: ignore[reportPrivateImportUsage]
+
+
+@dataclass(frozen=True)
+class Data:
+    """The training stream and the validation set of a run."""
+
+    config: TrainConfig
+    train: Source
+    val: Source
+    loader: Loader
+
+    @classmethod
+    def open(cls, config: TrainConfig) -> "Data":
+        d = config.data
+        train = open_source(d.train, d.train_split)
+        val = open_source(d.val or d.train, d.val_split)
+        if tuple(train.classes) != tuple(val.classes):
+            raise ValueError(
+                f"training and validation data have different classes: {len(train.classes)} in {d.train}, "
+                f"{len(val.classes)} in {d.val or d.train}"
+            )
+        loader = Loader(
+            train,
+            Transform(d.transform, train=True),
+            d.batch_size,
+            config.seed,
+            1,
+            0,
+            d.workers,
+            d.prefetch,
+            d.max_broken,
+        )
+        return cls(config, train, val, loader)
+
+    def facts(self) -> dict[str, Any]:
+        return {"train_data": self.train.fingerprint, "classes": len(self.train.classes)}
+
+    def validation(self) -> Iterator[Batch]:
+        d, examples = self.config.data, self.config.evaluation.examples
+        batches = evaluation_batches(
+            self.val, Transform(d.transform, train=False), d.eval_batch_size, 1, 0, d.workers, d.prefetch
+        )
+        return batches if examples is None else first_examples(batches, examples)
+
+
+def first_examples(batches: Iterable[Batch], examples: int) -> Iterator[Batch]:
+    left = examples
+    for batch in batches:
+        yield batch if len(batch) <= left else slice_batch(batch, 0, left)
+        left -= len(batch)
+        if left <= 0:
+            return
+
+
+def slice_batch(batch: Any, start: int, stop: int) -> Any:
+    """Rows start..stop of everything in the batch that has a row per image."""
+    rows = len(batch.images)
+    cut = {
+        f.name: value[start:stop]
+        for f in fields(batch)
+        if isinstance(value := getattr(batch, f.name), Tensor | tuple) and len(value) == rows
+    }
+    return replace(batch, **cut)
+
+
+def split_batch(batch: Any, count: int) -> list[Any]:
+    """`count` equal parts."""
+    size = len(batch.images) // count
+    return [batch] if count == 1 else [slice_batch(batch, i * size, (i + 1) * size) for i in range(count)]
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    if device.type == "cpu":
+        return batch
+    moved = {
+        f.name: value.to(device, non_blocking=True)
+        for f in fields(batch)
+        if isinstance(value := getattr(batch, f.name), Tensor)
+    }
+    return replace(batch, **moved)
