@@ -20,7 +20,7 @@ settings.load_profile("softmoe")
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    """Every test starts from the same random state, on one thread, so that its result does not depend on its neighbors."""
+    """Every test starts from the same random state, on one thread: no result depends on the tests before it."""
     import torch
 
     torch.set_num_threads(1)

@@ -22,6 +22,8 @@ class Attention(nn.Module):
         super().__init__()
         if heads < 1 or dim % heads:
             raise ValueError(f"heads must divide the width: {dim} is not a multiple of {heads}")
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(f"attention dropout must be in [0, 1), got {dropout}")
         self.heads = heads
         self.dropout = dropout
         self.qkv = nn.Linear(dim, 3 * dim)

@@ -64,9 +64,9 @@ def test_tokens_and_masks(name):
     x = torch.randn(2, 5, 8)
     with pytest.raises(ValueError, match=r"expected tokens of shape \(batch, tokens, 8\), got \(2, 5, 7\)"):
         layer(torch.randn(2, 5, 7))
-    with pytest.raises(ValueError, match="got .*2, 3, 4, 5, 8"):
+    with pytest.raises(ValueError, match=r"got .*2, 3, 4, 5, 8"):
         layer(torch.randn(2, 3, 4, 5, 8))
-    with pytest.raises(ValueError, match="got .*8,"):
+    with pytest.raises(ValueError, match=r"got .*8,"):
         layer(torch.randn(8))
     with pytest.raises(ValueError, match=r"at least one token, got \(2, 0, 8\)"):
         layer(torch.randn(2, 0, 8))
@@ -74,7 +74,7 @@ def test_tokens_and_masks(name):
         layer(x, torch.ones(2, 5))
     with pytest.raises(ValueError, match=r"bool mask of shape \(2, 5\).*got torch.bool of shape \(2, 4\)"):
         layer(x, torch.ones(2, 4, dtype=torch.bool))
-    with pytest.raises(ValueError, match="attention masks .causal ones among them. cannot be honored"):
+    with pytest.raises(ValueError, match=r"attention masks \(causal ones among them\) cannot be honored"):
         layer(x, torch.ones(2, 5, 5, dtype=torch.bool))
 
 

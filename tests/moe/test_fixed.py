@@ -41,7 +41,8 @@ def test_identity_equals_the_plain_loops(sizes, seed, masked):
     assert isinstance(routing, SparseRouting)
     assert not routing.dropped.any()
     assert (routing.experts_per_token.numpy() == real).all()
-    assert routing.load.sum() == real.sum() and routing.auxiliary_loss == 0
+    assert routing.load.sum() == real.sum()
+    assert routing.auxiliary_loss == 0
     assert list(layer.router.parameters()) == []
 
 

@@ -46,10 +46,12 @@ def test_shapes_and_gradients(kind):
     y = layer(x)
     routing = layer.router(x)
     assert y.shape == x.shape
-    assert routing.dispatch(x).shape[0] == 4 and routing.dispatch(x).shape[2] == 8
+    assert routing.dispatch(x).shape[0] == 4
+    assert routing.dispatch(x).shape[2] == 8
     (y.square().sum() + routing.auxiliary_loss).backward()
     for name, parameter in layer.named_parameters():
-        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().sum() > 0, name
 
 
 @every_router

@@ -59,7 +59,8 @@ def test_weights_sum_to_one(sizes, seed, kind):
     ones = torch.ones((), dtype=torch.float64)
     torch.testing.assert_close(routing.dispatch_weights.sum(1), ones.expand(B, N, P))
     torch.testing.assert_close(routing.combine_weights.sum((2, 3)), ones.expand(B, M))
-    assert routing.dispatch_weights.min() >= 0 and routing.combine_weights.min() >= 0
+    assert routing.dispatch_weights.min() >= 0
+    assert routing.combine_weights.min() >= 0
 
 
 @given(SIZES, SEEDS)
@@ -160,7 +161,8 @@ def test_an_image_without_real_tokens_is_finite(kind):
     y = routing.combine(routing.dispatch(x) + 1.0)
     assert y[1].abs().max() == 0
     y.sum().backward()
-    assert x.grad is not None and x.grad.isfinite().all()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -175,7 +177,8 @@ def test_zero_vectors_have_finite_gradients(dtype):
     assert layer.router.logits(x)[:, 1].abs().max() == 0
     layer(x).square().sum().backward()
     for tensor in (x, *layer.parameters()):
-        assert tensor.grad is not None and tensor.grad.isfinite().all()
+        assert tensor.grad is not None
+        assert tensor.grad.isfinite().all()
 
 
 def test_epsilon_is_inside_the_root():
@@ -202,7 +205,8 @@ def test_no_auxiliary_loss():
     """Soft routing is balanced by construction and asks for no loss."""
     routing = SoftRouter(4, 3)(torch.randn(2, 5, 4))
     assert isinstance(routing, DenseRouting)
-    assert routing.auxiliary_loss.shape == () and routing.auxiliary_loss == 0
+    assert routing.auxiliary_loss.shape == ()
+    assert routing.auxiliary_loss == 0
 
 
 def test_start_of_phi_and_scale():
@@ -211,5 +215,7 @@ def test_start_of_phi_and_scale():
     sigma = (64 * 32) ** -0.5
     assert router.phi.std().item() == pytest.approx(sigma, rel=0.02)
     assert router.phi.abs().max() <= 2 * sigma / 0.8796
-    assert router.scale is not None and router.scale.shape == () and router.scale == 1.0
+    assert router.scale is not None
+    assert router.scale.shape == ()
+    assert router.scale == 1.0
     assert SoftRouter(64, 32, 8, normalize=False).scale is None

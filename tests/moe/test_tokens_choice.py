@@ -221,7 +221,8 @@ def test_noise_is_only_for_training_and_divided_by_the_experts():
     assert (g.noisy_GLN - g.logits_GLN).std().item() == pytest.approx(2.0 / 16, rel=0.03)
     torch.testing.assert_close(g.gates_GLN, g.noisy_GLN.softmax(-1))
     g = router.eval().compute_gates(torch.randn(8, 64, 8, dtype=torch.float64), None)
-    assert g.noise_scale == 0 and torch.equal(g.noisy_GLN, g.logits_GLN)
+    assert g.noise_scale == 0
+    assert torch.equal(g.noisy_GLN, g.logits_GLN)
 
 
 @given(cases())
@@ -265,7 +266,10 @@ def test_a_batch_without_real_tokens_is_finite():
     mask = torch.zeros(2, 5, dtype=torch.bool)
     routing = layer.router(x, mask)
     y = layer(x, mask)
-    assert y.abs().max() == 0 and not routing.dropped.any() and routing.load.sum() == 0
+    assert y.abs().max() == 0
+    assert not routing.dropped.any()
+    assert routing.load.sum() == 0
     (y.sum() + routing.auxiliary_loss).backward()
     for tensor in (x, *layer.parameters()):
-        assert tensor.grad is not None and tensor.grad.isfinite().all()
+        assert tensor.grad is not None
+        assert tensor.grad.isfinite().all()

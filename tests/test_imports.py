@@ -1,0 +1,129 @@
+"""The shape of the house: who may import whom, and what `import softmoe` costs."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import softmoe
+
+ROOT = Path(softmoe.__file__).parent
+MIDDLE = {"models", "moe"}
+UPPER = MIDDLE | {"budget", "parallel", "inference", "convert", "data"}
+TOP = UPPER | {"train", "evaluate", "inspection"}
+ALL = TOP | {"studies", "recipes", "bench", "report", "cli"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "moe": set(),
+    "data": set(),
+    "models": {"moe"},
+    **dict.fromkeys(("budget", "parallel", "inference", "convert"), MIDDLE),
+    **dict.fromkeys(("train", "evaluate", "inspection"), UPPER),
+    **dict.fromkeys(("studies", "recipes", "bench", "report", "cli"), ALL),
+}
+FREE = {"machine", "__init__", "__main__"}  # softmoe/machine.py serves everyone; the package's front sees all rooms
+OPTIONAL = ("matplotlib", "simplejpeg", "datasets", "sklearn", "tensorboard", "wandb", "pandas", "torchvision", "timm")
+
+
+def files() -> list[Path]:
+    return sorted(ROOT.rglob("*.py"))
+
+
+def room(path: Path) -> str:
+    """moe for softmoe/moe/soft.py; the file's own name for softmoe/machine.py."""
+    first = path.relative_to(ROOT).parts[0]
+    return first.removesuffix(".py")
+
+
+def modules_named(tree: ast.AST) -> set[str]:
+    """Every module a file imports, at the top or inside a function."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            assert node.module is not None
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def rooms_named(path: Path) -> set[str]:
+    ours = (name.split(".") for name in modules_named(ast.parse(path.read_text())))
+    return {parts[1] if len(parts) > 1 else "__init__" for parts in ours if parts[0] == "softmoe"}
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_down(path):
+    """A room imports only rooms below it: the layer knows nothing of models, models nothing of training."""
+    here = room(path)
+    if here in FREE:
+        return
+    assert here in MAY_IMPORT, f"{here} is not a room of the design"
+    rooms = {name for name in rooms_named(path) if (ROOT / name).is_dir()}
+    assert rooms <= MAY_IMPORT[here] | {here}, f"{here} imports {sorted(rooms - MAY_IMPORT[here] - {here})}"
+
+
+@pytest.mark.parametrize("name", ["moe", "models", "data", "budget", "convert"])
+def test_lower_rooms_do_not_go_through_the_front(name):
+    """`from softmoe import ...` reaches every room: below the top only the version may come that way."""
+    for path in (ROOT / name).rglob("*.py"):
+        front = {
+            alias.name
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom) and node.module == "softmoe"
+            for alias in node.names
+        }
+        assert front <= {"__version__"}, path
+
+
+def test_the_layer_needs_torch_only():
+    """softmoe/moe imports the standard library, torch and itself."""
+    for path in (ROOT / "moe").rglob("*.py"):
+        for name in modules_named(ast.parse(path.read_text())):
+            top = name.split(".")[0]
+            assert top in ("torch", "softmoe") or top in sys.stdlib_module_names, f"{path}: {name}"
+
+
+def run(code: str) -> str:
+    environment = os.environ | {"PYTHONPATH": str(ROOT.parent)}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+def test_import_is_light():
+    """`import softmoe` loads neither torch nor any optional package; neither does the help of the command line."""
+    heavy = ("torch", "numpy", "PIL", "safetensors", "tyro", "jinja2", *OPTIONAL)
+    for code in ("import softmoe", "from softmoe.cli import main; main(['--help'])"):
+        loaded = run(f"import sys; {code}; print('loaded', [name for name in {heavy} if name in sys.modules])")
+        assert loaded.splitlines()[-1] == "loaded []", code
+
+
+def test_models_load_no_optional_package():
+    """The layer and the models work with the core dependencies alone."""
+    code = "import softmoe.moe, softmoe.models"
+    loaded = run(f"import sys; {code}; print([name for name in {OPTIONAL} if name in sys.modules])")
+    assert loaded.strip() == "[]"
+
+
+def test_public_names_resolve():
+    """Everything named in __all__ is there, listed by dir(), and an unknown name is an AttributeError."""
+    for name in softmoe.__all__:
+        assert getattr(softmoe, name) is not None
+        assert name in dir(softmoe)
+    with pytest.raises(AttributeError, match="no attribute 'softmax'"):
+        _ = softmoe.softmax
+    assert softmoe.__version__.count(".") == 2
+
+
+@pytest.mark.parametrize("name", ["moe", "models"])
+def test_rooms_export_what_they_list(name):
+    """A room's __all__ is sorted and real."""
+    module = getattr(softmoe, name)
+    assert list(module.__all__) == sorted(module.__all__)
+    for public in module.__all__:
+        assert hasattr(module, public)

@@ -1,0 +1,79 @@
+"""The guards that must stand before torch loads."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from softmoe.machine import bfloat16_works, safe_instruction_set
+
+GUARDS = ("OMP_WAIT_POLICY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+
+
+@pytest.mark.parametrize(
+    ("flags", "level", "cap"),
+    [
+        ("fpu sse avx2", "13", None),
+        ("fpu avx512f avx512_fp16 avx512_bf16", "13", None),
+        ("fpu avx512_bf16 amx_bf16 amx_tile amx_int8", "13", "AVX512_CORE_BF16"),
+        ("fpu avx512_bf16 avx512_fp16 amx_bf16 amx_tile", "28", "AVX512_CORE_FP16"),
+        ("fpu avx512_bf16 avx512_fp16 amx_bf16 amx_tile", "29", None),
+        ("fpu avx512_bf16 avx512_fp16 amx_bf16 amx_tile", "32", None),
+        ("fpu amx_tile", "", None),
+        ("", "13", None),
+    ],
+)
+def test_instruction_set(tmp_path, flags, level, cap):
+    """A cap only where the CPU has AMX and hides the leaf (0x1D) that says how to use it."""
+    core = f"processor\t: 0\nmodel name\t: Some CPU: fast\ncpuid level\t: {level}\nflags\t\t: {flags}\nbugs\t\t:\n"
+    other = "processor\t: 1\ncpuid level\t: 99\nflags\t\t: none\n"
+    path = tmp_path / "cpuinfo"
+    path.write_text(f"{core}\n{other}\n")
+    assert safe_instruction_set(path) == cap
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", "processor: 0\nFeatures: fp asimd\n", "no colon at all"])
+def test_instruction_set_of_other_machines(tmp_path, content):
+    """Other systems and architectures need no cap."""
+    path = tmp_path / "cpuinfo"
+    path.write_text(content)
+    assert safe_instruction_set(path) is None
+    assert safe_instruction_set(tmp_path / "missing") is None
+
+
+def environment_after_import(**given: str) -> dict[str, str]:
+    """The guards as a fresh process sees them after `import softmoe`."""
+    code = f"import os, softmoe; print([os.environ.get(name, '') for name in {GUARDS}])"
+    environment = {name: value for name, value in os.environ.items() if name not in GUARDS}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], env=environment | given, capture_output=True, text=True, check=True
+    )
+    values = done.stdout.strip().strip("[]").replace("'", "").split(", ")
+    return dict(zip(GUARDS, values, strict=True))
+
+
+def test_guards_are_set():
+    """Threads sleep at barriers; the cap is what this machine needs."""
+    guards = environment_after_import()
+    assert guards["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert guards["ONEDNN_MAX_CPU_ISA"] == (safe_instruction_set() or "")
+    assert guards["DNNL_MAX_CPU_ISA"] == ""
+
+
+@pytest.mark.parametrize("name", GUARDS)
+def test_the_user_has_the_last_word(name):
+    """What the user set stays, under either name of the cap, and no second name is set beside it."""
+    value = {"OMP_WAIT_POLICY": "ACTIVE"}.get(name, "AVX2")
+    guards = environment_after_import(**{name: value})
+    assert guards[name] == value
+    if name != "OMP_WAIT_POLICY":
+        assert sum(bool(guards[cap]) for cap in GUARDS[1:]) == 1
+
+
+def test_bfloat16_is_tried_in_a_child():
+    """The answer is a bool and we are alive to read it; asked again, it is the same."""
+    assert isinstance(bfloat16_works(), bool)
+    assert bfloat16_works() is bfloat16_works()
