@@ -27,8 +27,10 @@ class Arguments:
 
 def main(argv: list[str]) -> int:
     arguments = tyro.cli(Arguments, args=argv, prog="softmoe cost")
-    if arguments.paper == bool(arguments.names):
-        raise ValueError("give the names of models (like soft_s16_128e), or --paper alone")
+    if not arguments.names and not arguments.paper:
+        raise ValueError("give the names of models (like soft_s16_128e), or --paper")
+    if arguments.paper and arguments != Arguments(paper=True, json=arguments.json):
+        raise ValueError("--paper shows the paper's own models and takes no name and no option but --json")
     image_size = parse_size(arguments.image_size)  # a typo shall not wait for torch
 
     from softmoe.budget import report

@@ -1,0 +1,83 @@
+"""The memory estimate, against the tensors that autograd really keeps."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from softmoe.budget import cost, memory
+from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
+from softmoe.models.config import ROUTERS
+
+BASE = ViTConfig(image_size=(64, 48), patch_size=8, width=64, depth=4, mlp_dim=256, heads=4, num_classes=11)
+CASES = {
+    "dense": BASE,
+    "dropout": replace(BASE, dropout=0.1),
+    "attention dropout": replace(BASE, attention_dropout=0.1),
+    "attention pool": replace(BASE, pool="attention"),
+    "class token": replace(BASE, pool="class", representation_size=30),
+    "no qk norm": replace(BASE, qk_norm=False),
+    "soft with dropout": replace(BASE, dropout=0.1, moe=MoEConfig("soft", 8, 6)),
+    "long groups": replace(BASE, moe=MoEConfig("tokens_choice", 8, top_k=2, group_size=96)),
+    "one moe": replace(BASE, moe=MoEConfig("soft", 8, 6, blocks=(0,))),
+    **{router: replace(BASE, moe=MoEConfig(router, 8, 6)) for router in ROUTERS},
+}
+
+
+def kept_bytes(config: ViTConfig, batch_size: int) -> int:
+    """Bytes of the storages that a training forward pass leaves for the backward pass, parameters aside."""
+    model = VisionTransformer(config).train()
+    own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
+    storages: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no address is used twice
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            storages[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(torch.randn(batch_size, 3, *config.image_shape)).square().sum()
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_activations_are_near_what_autograd_keeps(name: str) -> None:
+    """Within 6 % for every router and option, in float32 on a CPU."""
+    config = CASES[name]
+    assert memory(config, 4).activations == pytest.approx(kept_bytes(config, 4), rel=0.06)
+
+
+def test_gradient_checkpointing_keeps_one_block() -> None:
+    """The inputs of all blocks and the inside of the largest; twice the depth adds inputs only."""
+    shallow, deep = BASE, replace(BASE, depth=8)
+    kept = [memory(c, 4, gradient_checkpointing=True).activations for c in (shallow, deep)]
+    assert kept[1] - kept[0] == 4 * (4 * 48 * 64) * 4
+    assert kept[0] < memory(shallow, 4).activations
+
+
+def test_weights_gradients_and_optimizer_are_exact() -> None:
+    """Four bytes each; AdamW keeps two more numbers per parameter, momentum one."""
+    params = cost(BASE).params
+    m = memory(BASE, 1)
+    assert (m.weights, m.gradients, m.optimizer_state) == (4 * params, 4 * params, 8 * params)
+    assert m.total == 16 * params + m.activations
+    assert memory(BASE, 1, optimizer="sgd").optimizer_state == 4 * params
+    assert memory(BASE, 1, weight_bytes=2, activation_bytes=2).weights == 2 * params
+
+
+def test_grows_with_the_batch_and_shrinks_with_precision() -> None:
+    """Activations are in proportion to the batch; half precision saves less than half, for the router stays float32."""
+    soft = CASES["soft"]
+    one, two, four = (memory(soft, batch).activations for batch in (1, 2, 4))
+    assert four - two == 2 * (two - one)
+    half = memory(soft, 64, activation_bytes=2).activations
+    assert 0.5 < half / memory(soft, 64).activations < 0.8
+
+
+def test_mistakes() -> None:
+    """An empty batch and an unknown optimizer are refused."""
+    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+        memory(BASE, 0)
+    with pytest.raises(ValueError, match="unknown optimizer 'lion', expected one of: adamw"):
+        memory(BASE, 1, optimizer="lion")
