@@ -1,61 +1,84 @@
 """`softmoe train RECIPE [--section.key value ...]`."""
 
 import signal
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from softmoe import recipes
-from softmoe.train import Result, TrainConfig, train
+from softmoe.train import Result, TrainConfig, branch, train
 from softmoe.train.describe import describe_run
+from softmoe.train.folder import RunFolder
 
 USAGE = """usage: softmoe train RECIPE [--dry-run] [--section.key value ...]
 
-RECIPE  one of: {names}
-        or the path of a .py file with a function recipe() -> TrainConfig
+RECIPE  {names}
+        the path of a .py file with a function recipe() -> TrainConfig
+        the folder of a run, to continue it: runs/NAME
+        a checkpoint, to cool down from it: runs/NAME/checkpoints/step_00001000 --cooldown 200
 
-softmoe train RECIPE --help lists every key with its value in that recipe."""
+softmoe train RECIPE --help lists every key with its value in that recipe.
+A run stopped by Ctrl-C or SIGTERM saves first and exits with 130 or 143; the same command continues it."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Train a model."""
+
+    config: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
+    dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print the settings, the cost and the memory needed, and stop."""
+
+
+@dataclass(frozen=True)
+class BranchArguments:
+    """Start from a checkpoint of a run and take the learning rate to zero, in a new folder."""
+
+    cooldown: int
+    """Steps."""
+    run_name: str | None = None
+    """Folder of the branch; None is made of the run's name, the step and the cooldown."""
+    runs: str | None = None
+    """Folder above; None is that of the run."""
+    dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print the settings, the cost and the memory needed, and stop."""
 
 
 def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE.format(names=", ".join(recipes.names())))
         return 0 if argv else 2
-    recipe, rest = argv[0], argv[1:]
-    config, dry_run = parse(recipe, rest)
+    config, dry_run = parse(argv[0], argv[1:])
     if dry_run:
         print(describe_run(config))
         return 0
-    return finish(train(config), recipe)
+    return finish(train(config))
 
 
 def parse(recipe: str, argv: list[str]) -> tuple[TrainConfig, bool]:
-    default = recipes.load(recipe)
-
-    def command(
-        config: Annotated[TrainConfig, tyro.conf.arg(name="")] = default,
-        dry_run: tyro.conf.FlagCreatePairsOff[bool] = False,
-    ) -> tuple[TrainConfig, bool]:
-        """Train a model from a recipe.
-
-        Args:
-            config: the run.
-            dry_run: Print the settings, the cost and the memory needed, and stop.
-        """
-        return config, dry_run
-
-    return tyro.cli(command, args=argv, prog=f"softmoe train {recipe}")
+    prog = f"softmoe train {recipe}"
+    if (Path(recipe) / "manifest.json").is_file():
+        wanted = tyro.cli(BranchArguments, args=argv, prog=prog)
+        return branch(recipe, wanted.cooldown, wanted.run_name, wanted.runs), wanted.dry_run
+    stored = RunFolder(Path(recipe)).stored() if Path(recipe).is_dir() else None
+    default = recipes.load(recipe) if stored is None else stored[0]
+    arguments = tyro.cli(Arguments, args=argv, prog=prog, default=Arguments(default))
+    return arguments.config, arguments.dry_run
 
 
-def finish(result: Result, recipe: str) -> int:
+def finish(result: Result) -> int:
     """Say where things are. A run stopped by a signal gives the shell's usual code, 128 + the signal's number."""
     folder = result.folder
     if result.signal is not None:
         name = signal.Signals(result.signal).name
-        print(f"stopped by {name} after step {result.step}; run the same command again to continue in {folder.path}")
+        print(f"stopped by {name} after step {result.step}; to continue: softmoe train {folder.path}")
         return 128 + result.signal
-    for name, value in result.numbers.items():
-        print(f"{name:<12} {value:.4f}")
-    print(f"weights      {folder.checkpoints / 'last'}")
-    print(f"metrics      {folder.metrics}")
+    rows = {name: f"{value:.4f}" for name, value in result.numbers.items()}
+    rows |= {"weights": str(folder.checkpoints / "last"), "metrics": str(folder.metrics)}
+    if folder.evaluation.exists():
+        rows["evaluation"] = str(folder.evaluation)
+    for name, value in rows.items():
+        print(f"{name:<12}{value}")
     return 0

@@ -19,7 +19,7 @@ from softmoe.train import TrainConfig
 
 
 def names() -> list[str]:
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "common")
 
 
 def load(name: str, variant: str = "recipe") -> TrainConfig:

@@ -6,9 +6,8 @@
 Time: about two minutes each on 2 cores. Expected result: see docs/experiments.md.
 """
 
-from dataclasses import replace
-
 from softmoe.data import TransformConfig
+from softmoe.recipes.common import shrunk
 from softmoe.train import (
     CheckpointSection,
     DataSection,
@@ -42,13 +41,4 @@ def recipe() -> TrainConfig:
 
 def tiny() -> TrainConfig:
     """Two steps of a model that is hardly one, for tests."""
-    config = recipe()
-    return replace(
-        config,
-        steps=2,
-        model=replace(config.model, width=16, depth=2, heads=2, mlp_dim=32, num_experts=4),
-        data=replace(config.data, batch_size=8, workers=0),
-        schedule=replace(config.schedule, warmup=1, cooldown=1),
-        evaluation=EvaluationSection(every=None, examples=16),
-        log=replace(config.log, every=1),
-    )
+    return shrunk(recipe(), IMAGE)

@@ -1,5 +1,6 @@
 """One loop from images to a trained model, and nothing lost."""
 
+from softmoe.train.branch import branch
 from softmoe.train.config import (
     CheckpointSection,
     DataSection,
@@ -11,7 +12,8 @@ from softmoe.train.config import (
     ScheduleSection,
     TrainConfig,
 )
-from softmoe.train.loop import Diverged, Result, train
+from softmoe.train.loop import Result, train
+from softmoe.train.reporting import Diverged
 
 __all__ = [
     "CheckpointSection",
@@ -25,5 +27,6 @@ __all__ = [
     "Result",
     "ScheduleSection",
     "TrainConfig",
+    "branch",
     "train",
 ]

@@ -93,8 +93,7 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
             write_json(partial / f"{name}.json", value)
         files = {p.name: {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in sorted(partial.iterdir())}
         write_json(partial / "manifest.json", {"step": snapshot.step, "files": files})
-        if target.exists():  # an older one of the same step: the new one takes its place
-            shutil.rmtree(target)
+        shutil.rmtree(target, ignore_errors=True)  # one of the same step, if any: the new one takes its place
         os.rename(partial, target)
         sync_folder(folder)
     except SafetensorError as error:
@@ -147,13 +146,16 @@ class CheckpointStore:
     def path(self, step: int) -> Path:
         return self.folder / step_name(step)
 
-    def save(self, snapshot: Snapshot) -> None:
-        """Write in the background (after the write before it, if that still runs), or at once if not asynchronous."""
+    def save(self, snapshot: Snapshot, best: int | None = None) -> None:
+        """Write in the background (after the write before it, if that still runs), or at once if not asynchronous.
+
+        `best` is the step of the best checkpoint so far, which is kept and gets the link `best`.
+        """
         self.wait()
         if not self.config.asynchronous:
-            self._write(snapshot)
+            self._write(snapshot, best)
             return
-        self._writer = threading.Thread(target=self._write, args=(snapshot,), name="checkpoint-writer")
+        self._writer = threading.Thread(target=self._write, args=(snapshot, best), name="checkpoint-writer")
         self._writer.start()
 
     def wait(self) -> None:
@@ -191,14 +193,13 @@ class CheckpointStore:
         shutil.rmtree(aside, ignore_errors=True)
         return self.path(step).rename(aside)
 
-    def _write(self, snapshot: Snapshot) -> None:
+    def _write(self, snapshot: Snapshot, best: int | None) -> None:
         try:
             path = write_checkpoint(self.folder, snapshot)
             self.last_good = snapshot.step
-            best = (snapshot.texts["state"].get("best") or {}).get("step")
             point_link(self.folder / "last", path.name)
-            if best == snapshot.step:
-                point_link(self.folder / "best", path.name)
+            if best is not None and best in self.steps():
+                point_link(self.folder / "best", step_name(best))
             self._prune(best)
         except OSError as error:
             self.failed_saves += 1

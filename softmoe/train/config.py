@@ -55,7 +55,7 @@ class ModelSection:
     load_weight: float | None = None
     gshard_weight: float | None = None
 
-    def resolve(self, num_classes: int, image_size: int | tuple[int, int]) -> ViTConfig:
+    def resolve(self, num_classes: int | None, image_size: int | tuple[int, int]) -> ViTConfig:
         """The model itself, for data of this many classes and this size."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("name", "router")}
         overrides = {key: value for key, value in given.items() if value is not None}

@@ -1,6 +1,6 @@
 """A run in words, before it runs: settings, cost and memory."""
 
-from softmoe.budget import cost
+from softmoe.budget import cost, memory
 from softmoe.data import open_source
 from softmoe.models import ViTConfig
 from softmoe.train.config import TrainConfig
@@ -10,50 +10,49 @@ from softmoe.train.strict import flatten
 def describe_run(config: TrainConfig) -> str:
     config.check()
     source = open_source(config.data.train, config.data.train_split)
-    shape = config.model.resolve(len(source.classes), config.data.transform.image_size)
-    settings = [f"  {key} = {value}" for key, value in flatten(config.to_dict()).items() if value is not None]
+    shape = config.model.resolve(len(source.classes) or None, config.data.transform.image_size)
     price = cost(shape)
     images = config.steps * config.data.batch_size
+    seen = f"{images:,} are seen, {images / len(source):.2f} epochs"
+    gigaflops = f"{price.forward_flops / 1e9:.3f} GFLOPs forward and {price.train_flops / 1e9:.3f} GFLOPs training"
     return "\n".join(
         [
-            "settings",
-            *settings,
+            "settings (those that are None are left out)",
+            *table(config.to_dict()),
             "model",
-            *(f"  {key} = {value}" for key, value in flatten(shape.to_dict()).items()),
+            *table(shape.to_dict()),
             "data",
-            f"  {len(source)} training images of {len(source.classes)} classes; {images} are seen, "
-            f"{images / len(source):.2f} epochs",
+            f"  {len(source):,} training images of {len(source.classes)} classes; {seen}",
             "cost",
-            f"  {price.params:,} parameters, {price.forward_flops / 1e9:.3f} GFLOPs forward and "
-            f"{price.train_flops / 1e9:.3f} GFLOPs training per image",
+            f"  {price.params:,} parameters, {gigaflops} per image",
             f"  {price.train_flops * images:.3e} FLOPs in all",
             "memory, about",
-            *(f"  {name:<24}{size / 2**20:10.1f} MiB" for name, size in memory(config, shape, price.params).items()),
+            *(f"  {name:<16}{size / 2**20:10,.1f} MiB" for name, size in memory_needed(config, shape).items()),
         ]
     )
 
 
-def memory(config: TrainConfig, shape: ViTConfig, params: int) -> dict[str, float]:
-    """Bytes by kind. Activations are the tensors a backward pass needs, block by block."""
-    copies = {"adamw": 2, "sgd": 1}[config.optim.name]
-    sizes = {
-        "weights": 4.0 * params,
-        "gradients": 4.0 * params,
-        "optimizer": 4.0 * params * copies,
-        "average": 4.0 * params if config.ema is not None else 0.0,
-        "activations": activations(config, shape),
+def table(values: dict) -> list[str]:
+    return [f"  {key} = {value}" for key, value in flatten(values).items() if value is not None]
+
+
+def memory_needed(config: TrainConfig, shape: ViTConfig) -> dict[str, int]:
+    """Bytes by kind."""
+    need = memory(
+        shape,
+        config.data.batch_size // config.accumulate,
+        optimizer=config.optim.name,
+        activation_bytes=2 if config.precision == "bfloat16" else 4,
+        gradient_checkpointing=config.gradient_checkpointing,
+    )
+    copies = {"average": need.weights} if config.ema is not None else {}
+    if config.checkpoint.asynchronous:
+        copies["copy to save"] = need.weights + need.optimizer_state + sum(copies.values())
+    return {
+        "weights": need.weights,
+        "gradients": need.gradients,
+        "optimizer": need.optimizer_state,
+        "activations": need.activations,
+        **copies,
+        "sum": need.total + sum(copies.values()),
     }
-    return sizes | {"sum": sum(sizes.values())}
-
-
-def activations(config: TrainConfig, shape: ViTConfig) -> float:
-    B, M, D, H = config.data.batch_size // config.accumulate, shape.tokens, shape.width, shape.mlp_dim
-    width = 2 if config.precision == "bfloat16" else 4
-    block = M * (10 * D + 2 * H) * width
-    routing = 0.0
-    if shape.moe:
-        slots = shape.moe.num_experts * shape.moe.slots_per_expert
-        routing = len(shape.moe_blocks) * (3 * M * slots + 4 * slots * D) * 4.0
-    if config.gradient_checkpointing:
-        return B * (shape.depth * M * D * width + block + routing / max(1, len(shape.moe_blocks)))
-    return B * (shape.depth * block + routing)

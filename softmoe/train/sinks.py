@@ -1,9 +1,17 @@
 """TensorBoard and Weights & Biases, imported only when a run asks for them."""
 
 from pathlib import Path
+from typing import Protocol
 
 from softmoe.train.config import TrainConfig
-from softmoe.train.logging import Sink
+
+
+class Sink(Protocol):
+    """Where metrics go besides metrics.jsonl."""
+
+    def write(self, step: int, numbers: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def make_sinks(config: TrainConfig, folder: Path) -> list[Sink]:

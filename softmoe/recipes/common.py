@@ -1,0 +1,19 @@
+"""What recipes share."""
+
+from dataclasses import replace
+
+from softmoe.train import EvaluationSection, TrainConfig
+
+
+def shrunk(config: TrainConfig, image_size: int) -> TrainConfig:
+    """Two steps of a model that is hardly one; everything else as it is."""
+    d = config.data
+    return replace(
+        config,
+        steps=2,
+        model=replace(config.model, width=16, depth=2, heads=2, mlp_dim=32, num_experts=4, patch_size=image_size // 4),
+        data=replace(d, batch_size=8, workers=0, transform=replace(d.transform, image_size=image_size)),
+        schedule=replace(config.schedule, warmup=1, cooldown=min(1, config.schedule.cooldown)),
+        evaluation=EvaluationSection(every=None, examples=16),
+        log=replace(config.log, every=1),
+    )

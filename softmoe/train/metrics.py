@@ -1,0 +1,72 @@
+"""metrics.jsonl: the numbers of a run, one JSON object per line."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+
+class MetricsFile:
+    """metrics.jsonl: one JSON object per line, each with its step, in the order of the steps.
+
+    `rewind(step)` drops what a killed run wrote after the checkpoint it resumes from, so that in the end the file is
+    that of an uninterrupted run. If the disk is full lines wait in memory and are written when there is room.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._waiting: list[str] = []
+
+    def rewind(self, step: int) -> None:
+        if not self.path.exists():
+            return
+        kept = []
+        for line in self.path.read_text(errors="replace").splitlines():
+            try:
+                if json.loads(line)["step"] > step:
+                    break
+            except (json.JSONDecodeError, KeyError, TypeError):
+                break  # the line a kill cut short, always the last
+            kept.append(line + "\n")
+        beside = self.path.with_suffix(".tmp")
+        beside.write_text("".join(kept))
+        os.replace(beside, self.path)
+
+    def write(self, record: dict[str, Any]) -> str | None:
+        """Append one line; returns the reason if it had to wait."""
+        self._waiting.append(json.dumps(finite(record)) + "\n")
+        before = self.path.stat().st_size if self.path.exists() else 0
+        try:
+            with self.path.open("a") as file:
+                file.write("".join(self._waiting))
+        except OSError as error:
+            if self.path.exists():
+                os.truncate(self.path, before)
+            return str(error)
+        self._waiting = []
+        return None
+
+    def flush(self) -> None:
+        """On the disk for certain, before a checkpoint says that this step was reached."""
+        if self.path.exists():
+            with self.path.open("rb+") as file:
+                os.fsync(file.fileno())
+
+
+def finite(value: Any) -> Any:
+    """JSON has no NaN: such numbers become null."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; a last line that is being written is left out."""
+    records = []
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records

@@ -1,0 +1,99 @@
+"""What a run says while it runs: the progress line, lines of metrics, evaluations, warnings."""
+
+import math
+from typing import Any
+
+import torch
+
+from softmoe.train.files import write_json
+from softmoe.train.health import model_health
+from softmoe.train.peak import peak_flops
+from softmoe.train.progress import Clock, progress_line
+from softmoe.train.run import Run
+from softmoe.train.step import autocast
+from softmoe.train.strict import flatten
+
+
+class Diverged(ValueError):
+    """Loss or gradient were not finite for too many steps in a row."""
+
+
+def show_progress(run: Run, clock: Clock, loss: float, rate: float) -> None:
+    steps_per_second = clock.steps_per_second(run.done.step)
+    images_per_second = steps_per_second * run.config.data.batch_size
+    share = images_per_second * run.flops_per_image / peak_flops(run.device, run.autocast)
+    left = (run.config.steps - run.done.step) / max(steps_per_second, 1e-9)
+    run.progress.show(progress_line(run.done.step, run.config.steps, loss, rate, images_per_second, share, left))
+
+
+def report_bad_step(run: Run, loss: float) -> None:
+    """Say that a step was skipped; Diverged if that happened too often in a row."""
+    done = run.done
+    run.progress.report(f"step {done.step}: loss {loss} or its gradient is not finite; the step is skipped")
+    if done.bad_in_a_row < run.config.max_bad_steps:
+        return
+    run.store.wait()
+    good = run.store.last_good
+    kept = "there is no checkpoint yet" if good is None else f"the last good checkpoint is {run.store.path(good)}"
+    raise Diverged(
+        f"stopped at step {done.step}: {done.bad_in_a_row} steps in a row gave no finite loss and gradient; {kept}. "
+        "Lower schedule.peak, lengthen schedule.warmup, set optim.clip_norm to 1, or use precision float32"
+    )
+
+
+def log(run: Run, rate: float) -> None:
+    """One line of metrics: means since the line before, totals since the start."""
+    done = run.done
+    count = done.good_steps or math.nan
+    record: dict[str, Any] = {
+        "step": done.step,
+        "loss": done.loss_sum / count,
+        "auxiliary_loss": done.auxiliary_sum / count,
+        "grad_norm": done.norm_sum / count,
+        "learning_rate": rate,
+        "skipped_steps": done.skipped,
+        **run.totals(),
+    }
+    if run.tap.routings:
+        record["routers"] = health = model_health(run.tap.routers, run.tap.routings)
+        run.tap.clear()
+        for warning in run.watch.warnings(health):
+            run.progress.report(f"step {done.step}: {warning}")
+    write_metrics(run, record)
+    done.loss_sum = done.auxiliary_sum = done.norm_sum = 0.0
+    done.good_steps = 0
+
+
+def write_metrics(run: Run, record: dict[str, Any]) -> None:
+    problem = run.metrics.write(record)
+    if problem:
+        run.progress.report(f"could not write {run.metrics.path}: {problem}; its lines wait in memory")
+    numbers = {key: float(value) for key, value in flatten(record).items() if key != "step"}
+    for sink in run.sinks:
+        sink.write(run.done.step, numbers)
+
+
+def evaluate(run: Run) -> bool:
+    """Run the evaluators, on the average of the weights if there is one. True if this is the best step so far."""
+    done, key = run.done, run.config.evaluation.best
+    model = run.model if run.average is None else run.average.model
+    model.eval()
+    numbers: dict[str, float] = {}
+    for name, evaluator in run.evaluators.items():
+        with autocast(run), torch.no_grad():
+            found = evaluator(model, run.data.validation())
+        numbers |= {f"{name}/{what}": value for what, value in found.items()}
+    if key not in numbers:
+        raise ValueError(f"evaluation.best is {key!r}, but the evaluators give: {', '.join(numbers)}")
+    run.numbers = numbers
+    write_metrics(run, {"step": done.step, **numbers, **run.totals()})
+    if not run.progress.quiet:
+        run.progress.report(f"step {done.step}: " + ", ".join(f"{n} {value:.4f}" for n, value in numbers.items()))
+    improved = done.best is None or numbers[key] > done.best["value"]
+    if improved:
+        done.best = {"step": done.step, "name": key, "value": numbers[key]}
+    try:
+        write_json(run.folder.evaluation, {"step": done.step, "numbers": numbers, "best": done.best})
+    except OSError as error:
+        run.progress.report(f"could not write {run.folder.evaluation}: {error}; training goes on")
+    return improved

@@ -1,0 +1,118 @@
+"""What a running training is made of."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from softmoe.budget import cost
+from softmoe.models import VisionTransformer
+from softmoe.train.checkpoint import CheckpointStore
+from softmoe.train.config import TrainConfig
+from softmoe.train.evaluation import Evaluator, classify
+from softmoe.train.folder import RunFolder
+from softmoe.train.health import HealthWatch
+from softmoe.train.metrics import MetricsFile
+from softmoe.train.objectives import Objective, make_objective
+from softmoe.train.optim import make_optimizer
+from softmoe.train.parts import Average, Data, build_model, choose_device, choose_precision
+from softmoe.train.progress import Progress
+from softmoe.train.schedule import Schedule, make_schedule
+from softmoe.train.sinks import Sink, make_sinks
+from softmoe.train.tap import RoutingTap
+
+
+@dataclass
+class Progressed:
+    """What a run has done so far, kept in every checkpoint, so the next line of metrics is the same after a resume."""
+
+    step: int = 0
+    loss_sum: float = 0.0
+    auxiliary_sum: float = 0.0
+    norm_sum: float = 0.0
+    good_steps: int = 0
+    """Steps in the three sums: those since the last line of metrics that were not skipped."""
+    skipped: int = 0
+    bad_in_a_row: int = 0
+    device_seconds: float = 0.0
+    best: dict[str, Any] | None = None
+
+
+@dataclass
+class Run:
+    config: TrainConfig
+    folder: RunFolder
+    data: Data
+    model: VisionTransformer
+    forward: nn.Module
+    """The model, or its compiled form; same weights."""
+    average: Average | None
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    objective: Objective
+    evaluators: Mapping[str, Evaluator]
+    device: torch.device
+    autocast: torch.dtype | None
+    tap: RoutingTap
+    store: CheckpointStore
+    metrics: MetricsFile
+    progress: Progress
+    sinks: list[Sink]
+    flops_per_image: int
+    done: Progressed = field(default_factory=Progressed)
+    watch: HealthWatch = field(default_factory=HealthWatch)
+    numbers: dict[str, float] = field(default_factory=dict)
+    """What the last evaluation found."""
+    saved_step: int | None = None
+
+    def totals(self) -> dict[str, float]:
+        """The axes of the paper's figures: what training has cost up to now."""
+        images = self.done.step * self.config.data.batch_size
+        seconds = round(self.done.device_seconds, 3)
+        return {"images": images, "flops": images * self.flops_per_image, "device_seconds": seconds}
+
+    def close(self) -> None:
+        self.store.wait()
+        self.progress.close()
+        for sink in self.sinks:
+            sink.close()
+
+
+def build(
+    config: TrainConfig,
+    folder: RunFolder,
+    objective: Objective | None = None,
+    evaluators: Mapping[str, Evaluator] | None = None,
+) -> Run:
+    """Everything fresh, from the settings alone."""
+    progress = Progress(config.log.seconds, quiet=config.log.quiet)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device = choose_device(config.device)
+    autocast = choose_precision(config.precision, device, progress.report)
+    data = Data.open(config)
+    shape = config.model.resolve(len(data.train.classes) or None, config.data.transform.image_size)
+    model = build_model(config, shape, device)
+    tap = RoutingTap(model)  # before compiling, which looks at the hooks
+    return Run(
+        config=config,
+        folder=folder,
+        data=data,
+        model=model,
+        forward=torch.compile(model) if config.compile else model,  # pyright: ignore[reportArgumentType]
+        average=None if config.ema is None else Average(model, config.ema),
+        optimizer=make_optimizer(model, config.optim),
+        schedule=make_schedule(config.schedule, config.steps),
+        objective=objective or make_objective(config.objective),
+        evaluators=evaluators or {"val": lambda m, batches: classify(m, batches, config.objective.loss)},
+        device=device,
+        autocast=autocast,
+        tap=tap,
+        store=CheckpointStore(folder.checkpoints, config.checkpoint, progress.report),
+        metrics=MetricsFile(folder.metrics),
+        progress=progress,
+        sinks=make_sinks(config, folder.path),
+        flops_per_image=cost(shape).train_flops,
+    )
