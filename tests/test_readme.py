@@ -1,0 +1,37 @@
+"""The README cannot go stale: its code runs, its links lead somewhere, its commands and targets exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from softmoe.cli import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL))
+def test_code_blocks_run(block: str) -> None:
+    """Every python block runs as it stands."""
+    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+
+
+def test_links_exist() -> None:
+    """Every relative link names a file or folder of the project."""
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", TEXT) if "://" not in link]
+    assert links
+    assert [link for link in links if not (ROOT / link.split("#")[0]).exists()] == []
+
+
+def test_commands_and_targets_exist() -> None:
+    """Every `softmoe COMMAND` and `make TARGET` named is real."""
+    make = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"^ +make ([a-z]+)", TEXT, re.MULTILINE)) <= make
+    assert set(re.findall(r"^ +softmoe ([a-z]+)", TEXT, re.MULTILINE)) <= set(COMMANDS)
+
+
+def test_every_room_is_listed() -> None:
+    """The file tree names every room there is, and none that is not."""
+    rooms = {path.name for path in (ROOT / "softmoe").iterdir() if (path / "__init__.py").exists()}
+    assert set(re.findall(r"^ +softmoe/(\w+)/", TEXT, re.MULTILINE)) == rooms
