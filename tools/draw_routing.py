@@ -67,7 +67,7 @@ def draw(axis: Axes, title: str, patches: list[np.ndarray], weights: np.ndarray)
     axis.axis("off")
     for token, patch in enumerate(patches):
         if weights[token].max() == 0:
-            axis.text(-0.1, heights[token], "×", color="crimson", fontsize=13, weight="bold", va="center", ha="center")
+            axis.text(-0.1, heights[token], "x", color="crimson", fontsize=13, weight="bold", va="center", ha="center")
         axis.add_artist(AnnotationBbox(OffsetImage(patch, zoom=1.25), (0, heights[token]), pad=0.1))
         for expert in range(EXPERTS):
             weight = float(weights[token, expert])

@@ -1,0 +1,97 @@
+"""The bench room: fair turns, right counts, readable rows. No test here asserts a speed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from softmoe.bench import cases
+from softmoe.bench.peers import available_peers
+from softmoe.bench.report import save, table
+from softmoe.bench.roofline import Roofline, describe, measure_roofline
+from softmoe.bench.timing import interleave, summarize
+from softmoe.bench.work import mlp, soft_layer
+from softmoe.cli import main
+from softmoe.moe import SoftMoE
+
+ROOFLINE = Roofline(1e9, 1e9)
+
+
+def test_interleave_gives_every_function_equal_turns() -> None:
+    """Each round calls each function once, and another one goes first each time."""
+    calls: list[str] = []
+    timings = interleave({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, rounds=4)
+    assert calls == ["a", "b", "a", "b", "b", "a", "a", "b", "b", "a"]  # warm-up, then four rounds
+    assert {name: timing.rounds for name, timing in timings.items()} == {"a": 4, "b": 4}
+
+
+def test_interleave_stops_when_time_is_up() -> None:
+    """At least three rounds, then no more than the time allows."""
+    assert interleave({"a": lambda: None}, rounds=100, seconds=0.0)["a"].rounds == 3
+
+
+def test_summary_is_median_and_quartiles() -> None:
+    timing = summarize([1.0, 2.0, 3.0, 4.0, 100.0])
+    assert timing.median == 3.0
+    assert timing.spread == pytest.approx((52.0 - 1.5) / 2 / 3.0)
+
+
+def test_roofline_is_the_slower_of_the_two() -> None:
+    assert Roofline(10.0, 2.0).seconds(flops=100.0, moved_bytes=2.0) == 10.0
+    assert Roofline(10.0, 2.0).seconds(flops=10.0, moved_bytes=200.0) == 100.0
+
+
+def test_work_counts_the_real_layer() -> None:
+    """Parameters as in the module; products as torch counts them."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    layer = SoftMoE(16, 4, 2, 24)
+    work = soft_layer(3, 10, 16, 24, 4, 2)
+    assert work.params == sum(p.numel() for p in layer.parameters())
+    with FlopCounterMode(display=False) as counter:
+        layer(torch.randn(3, 10, 16))
+    assert work.forward()[0] == counter.get_total_flops()
+    assert mlp(5, 16, 24).forward()[0] == 2 * 2 * 5 * 16 * 24
+
+
+def test_compare_steps_really_train() -> None:
+    """A train step moves the weights, a forward step does not."""
+    layer = SoftMoE(8, 2)
+    x = torch.randn(2, 5, 8)
+    before = layer.experts.w1.detach().clone()
+    cases.forward_step(layer, x)()
+    assert torch.equal(layer.experts.w1, before)
+    cases.train_step(layer, x)()
+    assert not torch.equal(layer.experts.w1, before)
+
+
+def test_rows_become_a_table_and_json(tmp_path: Path) -> None:
+    """The first row of a case is its unit; the file holds the machine and all rows."""
+    contender = cases.Contender(SoftMoE(8, 2), torch.randn(2, 5, 8), soft_layer(2, 5, 8, 32, 2, 1))
+    rows = list(cases.compare("tiny", {"ours": contender}, ROOFLINE, train=True, seconds=0.0))
+    assert [row.phase for row in rows] == ["forward", "train"]
+    lines = list(table(rows))
+    assert lines[0] == "tiny, forward"
+    assert "1.00 x" in lines[1]
+    save(rows, ROOFLINE, tmp_path / "rows.json")
+    saved = json.loads((tmp_path / "rows.json").read_text())
+    assert saved["machine"]["threads"] == torch.get_num_threads()
+    assert len(saved["rows"]) == 2
+
+
+def test_machine_is_named() -> None:
+    assert "GFLOP/s" in describe(measure_roofline(repeats=1))
+
+
+def test_missing_peers_are_said() -> None:
+    """Every peer is either there or explained in a line."""
+    found, skipped = available_peers()
+    assert len(found) + len(skipped) == 3
+    assert all("skipped" in line for line in skipped)
+
+
+def test_unknown_benchmark_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "layers"])
+    assert "layer" in capsys.readouterr().err
