@@ -1,4 +1,4 @@
-"""Disk -> batches: sources of images, transforms, and the loader that makes exact, resumable batches of them."""
+"""Disk -> batches: sources of images, transforms, and the loader that makes exact, resumable batches."""
 
 from softmoe.data.batch import Batch, TooManyBroken, soft_labels
 from softmoe.data.decode import BrokenImage

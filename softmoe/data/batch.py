@@ -56,7 +56,7 @@ def generator(seed: int, step: int, place: int, purpose: int) -> np.random.Gener
 
 @dataclass(frozen=True)
 class TrainBatches:
-    """The endless stream of training batches by step; `batch_size` is that of all `world` processes together."""
+    """The endless stream of training batches by step; `batch_size` counts all `world` processes."""
 
     source: Source
     transform: Transform
@@ -160,7 +160,7 @@ def _read(
 
     example = source.read(index, min_side) if ready is None else ready
     if not plans:
-        plans.append(transform.plan(*example.image.shape[:2], rng))
+        plans.append(transform.plan(example.image.shape[0], example.image.shape[1], rng))
     return example, plans[0]
 
 
@@ -185,8 +185,8 @@ def _labels(source: Source, examples: list[Example]) -> torch.Tensor:
         wrong = [label for label in example.labels if not 0 <= label < count]
         if wrong or (count and not source.multi_label and len(example.labels) != 1):
             raise ValueError(
-                f"The example {example.name} has the labels {list(example.labels)}, but the source has "
-                f"{'several of' if source.multi_label else 'one of'} {count} classes, 0 to {count - 1}, for each image."
+                f"The example {example.name} has the labels {list(example.labels)}, but expected "
+                f"{'some' if source.multi_label else 'one'} of the {count} classes, 0 to {count - 1}."
             )
     if source.multi_label:
         hot = torch.zeros(len(examples), count)

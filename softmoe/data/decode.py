@@ -59,10 +59,10 @@ def decode(data: bytes, name: str, min_side: MinSide = None) -> np.ndarray:
 def _decode_simplejpeg(data: bytes, min_side: MinSide) -> np.ndarray | None:
     """None where Pillow must do it: CMYK colors."""
     assert simplejpeg is not None
-    height, width, space, _ = simplejpeg.decode_jpeg_header(data)
+    tall, wide, space, _ = simplejpeg.decode_jpeg_header(data)
     if space in ("CMYK", "YCCK"):
         return None
-    side = _wanted_side(min_side, height, width)
+    side = _wanted_side(min_side, int(tall), int(wide))
     return simplejpeg.decode_jpeg(data, colorspace="RGB", min_height=side, min_width=side)
 
 
@@ -99,7 +99,7 @@ def to_rgb(image: Image.Image) -> np.ndarray:
 
 
 def _scale_gray(values: np.ndarray) -> np.ndarray:
-    """Pillow's wide gray modes do not say their range: it is read from the largest value (1.0, 8 bits or 16)."""
+    """Pillow's wide gray modes do not say their range: the largest value tells it (1.0, 8 or 16 bits)."""
     top = values.max(initial=0.0)
     span = 255.0 if 1.0 < top <= 255.0 else 1.0 if top <= 1.0 and values.dtype.kind == "f" else 65535.0
     return np.clip(values / span * 255.0, 0, 255)

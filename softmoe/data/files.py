@@ -63,7 +63,7 @@ def tar_members(path: Path) -> Iterator[tuple[str, int, int]]:
             for member in tar:
                 if member.isreg():
                     yield member.name.removeprefix("./"), member.offset_data, member.size
-                tar.members = []  # tarfile keeps every member it has seen; we keep our own
+                tar.members = []  # pyright: ignore[reportAttributeAccessIssue]  # tarfile keeps every member it has seen; we keep our own
     except tarfile.TarError as error:
         raise ValueError(
             f"The file {path} is not a readable tar ({error}); download or pack it again."

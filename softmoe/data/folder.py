@@ -89,7 +89,7 @@ def open_folder(path: str, split: str) -> FolderSource:
     strangers = sorted(set(found) - set(classes))
     if strangers:
         raise ValueError(
-            f"{root}/{split} has the class {strangers[0]!r} ({len(strangers)} such), which {root}/train does not have; "
+            f"{root}/{split} has the class {strangers[0]!r} ({len(strangers)} such), which {root}/train lacks; "
             "every class to be scored must be one that is trained."
         )
     return FolderSource(stored, split, classes, titles, found)
@@ -115,7 +115,8 @@ def _checked_split(root: Path, tree: dict[str, dict[str, list]], split: str) -> 
         )
     if empty:
         raise ValueError(
-            f"The class folder {root}/{split}/{empty[0]} holds no images ({len(empty)} such); add images or remove it."
+            f"The class folder {root}/{split}/{empty[0]} holds no images ({len(empty)} such); "
+            "add images or remove it."
         )
     return found
 

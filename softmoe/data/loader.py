@@ -73,7 +73,7 @@ class Loader:
         if len(self.broken) > self.max_broken * judged_by:
             listed = "\n".join(f"  {name}: {reason}" for name, reason in self.broken.items())
             raise TooManyBroken(
-                f"{len(self.broken)} of the first {judged_by} images cannot be read, more than the allowed share "
+                f"{len(self.broken)} of {judged_by} images cannot be read, more than the allowed share of "
                 f"{self.max_broken:g} (max_broken); repair or remove them:\n{listed}"
             )
 
@@ -147,7 +147,7 @@ def _made(
         if "DataLoader worker" not in str(error):
             raise
         raise WorkerDied(
-            f"A data worker process was stopped from outside, most likely because memory ran out ({_first_line(error)}); "
+            f"A data worker was stopped from outside, most likely for lack of memory ({_first_line(error)}); "
             f"use fewer workers than {workers} or a smaller prefetch than {prefetch}."
         ) from error
 

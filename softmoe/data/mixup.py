@@ -7,7 +7,7 @@ import torch
 
 
 def mixup_weights(concentration: float, rng: np.random.Generator, size: int = 2) -> np.ndarray:
-    """(size,) float32 from a symmetric Dirichlet distribution, largest first: an image stays mostly itself."""
+    """(size,) float32 from a symmetric Dirichlet distribution, largest first: an image stays itself."""
     return np.sort(rng.dirichlet(np.full(size, concentration)))[::-1].astype(np.float32)
 
 
@@ -21,7 +21,7 @@ def mixup(
     shares = torch.as_tensor(weights, dtype=images.dtype, device=images.device)
     if shares.ndim not in (1, 2) or (shares.ndim == 2 and len(shares) != len(images)):
         raise ValueError(
-            f"mixup weights are (size,) or (batch, size), here batch {len(images)}, not {tuple(shares.shape)}."
+            f"mixup weights are (size,) or (batch, size), batch {len(images)}, not {tuple(shares.shape)}."
         )
     if len(targets) != len(images) or not targets.is_floating_point():
         raise ValueError(

@@ -14,10 +14,11 @@ import numpy as np
 
 from softmoe.data.shapes_classes import (
     CLASS_SETS,
-    COLOR_NAMES,
     COMPANIONS,
     GROUND_NAMES,
+    PAINTS,
     RELATIONS,
+    SECONDS,
     SHAPES,
     TEXTURE_NAMES,
     Words,
@@ -28,7 +29,7 @@ from softmoe.data.shapes_draw import Scenes, compose, draw, uniforms
 from softmoe.data.source import Example, MinSide, fingerprint, positive_int
 
 _LENGTHS = {"train": 2**20}
-_EVALUATION_LENGTH = 5200  # 20 of each of the 260 upstream classes
+_EVALUATION_LENGTH = 5760  # 20 of each of the 288 upstream classes
 _VERSION = "1"  # changes when the same (seed, index) would give another picture
 
 
@@ -47,7 +48,7 @@ class ShapesSource:
 
     @cached_property
     def _table(self) -> np.ndarray:
-        return np.array([(c.shape, c.texture, c.relation, c.companion) for c in compositions(self.which)])
+        return np.array(compositions(self.which))
 
     def __len__(self) -> int:
         return self.length
@@ -83,14 +84,15 @@ class ShapesSource:
         return f"shapes/{self.split}/{index}"
 
     def _captions(self, scenes: Scenes, labels: np.ndarray, k: int, wording: int) -> tuple[str, ...]:
-        shape, texture, relation, companion = self._table[labels[k]].tolist()
+        it = compositions(self.which)[labels[k]]
         words = Words(
-            SHAPES[shape],
-            TEXTURE_NAMES[texture],
-            COLOR_NAMES[scenes.color[k]],
-            RELATIONS[relation],
-            COMPANIONS[companion],
-            COLOR_NAMES[scenes.companion_color[k]],
+            SHAPES[it.shape],
+            TEXTURE_NAMES[it.texture],
+            PAINTS[it.color],
+            SECONDS[it.second],
+            RELATIONS[it.relation],
+            COMPANIONS[it.companion],
+            PAINTS[it.companion_color],
             GROUND_NAMES[scenes.ground[k]],
         )
         return captions(words, wording)

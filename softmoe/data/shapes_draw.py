@@ -16,14 +16,14 @@ from softmoe.data.hashing import GOLDEN, mix64
 from softmoe.data.shapes_classes import (
     COLOR_NAMES,
     COMPANIONS,
-    GROUND_NAMES,
     RELATIONS,
+    SECONDS,
     SHAPES,
     TEXTURE_NAMES,
 )
 from softmoe.data.shapes_tables import CELLS, SPAN
 
-_PEBBLES, _TWIGS = 3, 2
+_PEBBLES, _TWIGS = 3, 1
 _CHUNK = 32  # images drawn together: arrays of 32 x 32 x 32 floats stay in the second-level cache
 _DRAWS = 96  # uniform numbers a scene may use
 _PALETTE = np.array([tables.COLORS[name] for name in COLOR_NAMES], dtype=np.float32)
@@ -33,25 +33,17 @@ _CENTERED = np.array([centered for _, centered in tables.TEXTURES.values()])
 _RIMMED = TEXTURE_NAMES.index("rimmed")
 
 
-def _partners() -> np.ndarray:
-    """(colors, k) for each color, others that differ enough in lightness for a pattern of the two to be seen."""
-    light = _PALETTE @ np.array([0.30, 0.59, 0.11], dtype=np.float32)
-    far = np.argsort(-np.abs(light[:, None] - light[None, :]), axis=1, kind="stable")
-    return far[:, :4]
+def _visible_grounds() -> np.ndarray:
+    """(colors, colors, colors, 4) the grounds on which all three colors of a scene stand out most: a green
+    square on grass would teach nothing."""
+    ground = np.array([np.add(dark, light) / 2 for dark, light, _, _ in tables.GROUNDS.values()])
+    apart = np.linalg.norm(_PALETTE[:, None] - ground[None], axis=2)
+    worst = np.minimum(np.minimum(apart[:, None, None], apart[None, :, None]), apart[None, None, :])
+    return np.argsort(-worst, axis=3, kind="stable")[..., :4]
 
 
-def _visible() -> np.ndarray:
-    """(grounds, k) the colors that stand out most on each ground: a green square on grass would teach
-    nothing."""
-    ground = np.array(
-        [np.add(dark, light) / 2 for dark, light, _, _ in tables.GROUNDS.values()], dtype=np.float32
-    )
-    apart = np.linalg.norm(ground[:, None] - _PALETTE[None], axis=2)
-    return np.argsort(-apart, axis=1, kind="stable")[:, :7]
-
-
-_PARTNERS = _partners()
-_VISIBLE = _visible()
+_VISIBLE_GROUNDS = _visible_grounds()
+_SECOND_COLORS = np.array([COLOR_NAMES.index(name) for name in SECONDS])
 
 
 def uniforms(key: int, indices: np.ndarray, count: int) -> np.ndarray:
@@ -77,7 +69,7 @@ class Placed:
 
 @dataclass
 class Scenes:
-    """Everything that B pictures show. `color`, `companion_color` and `ground` are what captions speak of."""
+    """Everything that B pictures show. `ground` is what captions speak of beside the class."""
 
     object: Placed
     companion: Placed
@@ -87,8 +79,6 @@ class Scenes:
     second_color: np.ndarray  # (B, 3)
     texture_scale: np.ndarray
     texture_shift: np.ndarray  # (B, 2) in radii
-    color: np.ndarray
-    companion_color: np.ndarray
     ground: np.ndarray
     ground_place: np.ndarray  # (B, 3): shift down, shift across, zoom
     light: np.ndarray  # (B, 3): gain, slope across, slope up
@@ -112,10 +102,10 @@ class _Dice:
 
 
 def compose(classes: np.ndarray, key: int, indices: np.ndarray) -> Scenes:
-    """Scenes for compositions (B, 4) [shape, texture, relation, companion], drawn from (key, index) alone."""
+    """Scenes for compositions (B, 7), drawn from (key, index) alone."""
     dice = _Dice(uniforms(key, indices, _DRAWS))
-    shape, texture, relation, companion = classes.T
-    big, small = dice.span(0.42, 0.60), dice.span(0.20, 0.28)
+    color, second, texture, shape, relation, companion_color, companion = classes.T
+    big, small = dice.span(0.48, 0.66), dice.span(0.20, 0.28)
     along, across = dice.span(0.85, 1.0) * (big + small), dice.span(-0.35, 0.35)
     side = np.where(dice.span(0, 1) < 0.5, -1.0, 1.0)
     is_ = {name: relation == i for i, name in enumerate(RELATIONS)}
@@ -126,13 +116,7 @@ def compose(classes: np.ndarray, key: int, indices: np.ndarray) -> Scenes:
     )
     x = _fit(dice, big, small, dx)
     y = _fit(dice, big, small, dy)
-    ground = dice.pick(len(GROUND_NAMES))
-    choice, choices = dice.pick(_VISIBLE.shape[1]), _VISIBLE.shape[1]
-    color = _VISIBLE[ground, choice]
-    second = _PARTNERS[color, dice.pick(_PARTNERS.shape[1])]
-    companion_color = _VISIBLE[
-        ground, (choice + 1 + dice.pick(choices - 1)) % choices
-    ]  # never the object's own
+    ground = _VISIBLE_GROUNDS[color, _SECOND_COLORS[second], companion_color, dice.pick(4)]
     turn = np.pi / 9
     main = Placed(shape, x, y, big, dice.span(-turn, turn), _jittered(dice, color))
     small_one = Placed(
@@ -146,18 +130,16 @@ def compose(classes: np.ndarray, key: int, indices: np.ndarray) -> Scenes:
     shift = np.stack([dice.span(0, 0.5), dice.span(0, 0.5)], axis=1) * ~_CENTERED[texture][:, None]
     ground_place = np.stack([dice.span(0, CELLS), dice.span(0, CELLS), dice.span(0.7, 1.3)], axis=1)
     light = np.stack([dice.span(0.75, 1.15), dice.span(-0.3, 0.3), dice.span(-0.3, 0.3)], axis=1)
-    noise = np.stack([dice.span(3, 14), dice.span(0, 2**16)], axis=1)
+    noise = np.stack([dice.span(2, 9), dice.span(0, 2**16)], axis=1)
     return Scenes(
         main,
         small_one,
         [_pebble(dice) for _ in range(_PEBBLES)],
         [_twig(dice, main) for _ in range(_TWIGS)],
         texture,
-        _jittered(dice, second),
+        _jittered(dice, _SECOND_COLORS[second]),
         dice.span(0.85, 1.15),
         shift,
-        color,
-        companion_color,
         ground,
         ground_place,
         light,
@@ -186,7 +168,7 @@ def _pebble(dice: _Dice) -> Placed:
 
 
 def _twig(dice: _Dice, main: Placed) -> Placed:
-    """A thin stick that touches the object's edge; half of them lie outside the picture, that is, are absent."""
+    """A thin stick that touches the object's edge; half of them lie outside the picture: absent."""
     where, present = dice.span(0, 2 * np.pi), dice.span(0, 1) < 0.5
     reach = dice.span(0.5, 1.1) * main.radius
     x = np.where(present, main.x + reach * np.cos(where), 9.0)

@@ -94,9 +94,9 @@ def parse_uri(uri: str) -> tuple[str, str, dict[str, str]]:
     address, _, query = uri.partition("?")
     scheme, _, path = address.partition(":")
     if scheme not in _SCHEMES:
+        known = ", ".join(s if s in _WITHOUT_PATH else s + ":" for s in _SCHEMES)
         raise ValueError(
-            f"Unknown data source {uri!r}: it starts with one of "
-            f"{', '.join(s if s in _WITHOUT_PATH else s + ':' for s in _SCHEMES)}.{_nearest(scheme, _SCHEMES)}"
+            f"Unknown data source {uri!r}: it starts with one of {known}.{_nearest(scheme, _SCHEMES)}"
         )
     if scheme in _WITHOUT_PATH and path:
         raise ValueError(

@@ -102,7 +102,7 @@ class Transform:
     def apply_batch(
         self, images: list[np.ndarray], plans: list[Plan], rngs: list[np.random.Generator]
     ) -> np.ndarray:
-        """(B, H, W, 3) uint8. Each image uses its own generator, so a batch equals its images one at a time."""
+        """(B, H, W, 3) uint8. Each image has its own generator, so a batch equals its images one by one."""
         sized = [self._resized(image, plan) for image, plan in zip(images, plans, strict=True)]
         if not self.train:
             return np.stack(sized)
@@ -185,7 +185,9 @@ def resize(
         return _sampled(image, size, (top, left, bottom, right))
     shrinks = bottom - top > size[0] and right - left > size[1]
     method = Image.Resampling.BOX if area and shrinks else Image.Resampling.BILINEAR
-    return np.asarray(Image.fromarray(image).resize(size[::-1], method, box=(left, top, right, bottom)))
+    return np.asarray(
+        Image.fromarray(image).resize((size[1], size[0]), method, box=(left, top, right, bottom))
+    )
 
 
 def _sampled(image: np.ndarray, size: tuple[int, int], box: tuple[float, float, float, float]) -> np.ndarray:

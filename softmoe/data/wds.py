@@ -1,0 +1,251 @@
+"""wds:PATTERN - WebDataset shards: tars in which KEY.jpg, KEY.cls, KEY.txt, ... are the parts of one example.
+
+    wds:data/{split}-{000..010}.tar      {split} becomes train, val, ...; {000..010} and {a,b} expand as in a
+    shell wds:data/{split}/*.tar.gz            * as in a shell; .gz shards are unpacked once into the cache
+
+Parts: jpg, jpeg, png or webp; cls (a class number), json ("label": a number, or a list for a multi-label set;
+"caption": a sentence or several) and txt (captions, one a line). Class names come from a classes.json beside
+the shards ({"0": "tench"} or ["tench", ...]), else they are the numbers, up to the largest seen;
+`?classes=1000` states how many there are.
+
+Each tar is indexed once, so any example can be read at any time and a resume needs no skipping.
+`?order=shards` visits the shards in random order and shuffles within `mix` of them at a time, for disks on
+which jumping about is slow.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from softmoe.data.decode import decode
+from softmoe.data.files import ByteReader, Names, tar_members, unpacked
+from softmoe.data.source import Example, MinSide, fingerprint, positive_int
+
+_IMAGES = ("jpg", "jpeg", "png", "webp")
+_PARTS = (*_IMAGES, "cls", "json", "txt")
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+
+
+@dataclass
+class _Row:
+    """One example as it is indexed: where its image and caption parts are, what its labels are."""
+
+    key: str
+    shard: int
+    image: tuple[int, int] | None = None
+    parts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    labels: tuple[int, ...] | None = None
+    listed: bool = False  # labels came as a list
+
+
+class WdsSource:
+    """Examples of all shards, one after another."""
+
+    def __init__(
+        self,
+        titles: list[str],
+        shards: list[Path],
+        rows: list[_Row],
+        classes: tuple[str, ...],
+        mix: int | None,
+    ):
+        """`titles`: the shards' names as the user knows them; `shards`: the uncompressed tars; `mix`: see
+        `order`."""
+        self.classes = classes
+        self.multi_label = any(row.listed for row in rows)
+        self._titles = tuple(titles)
+        self._shards = [ByteReader(path) for path in shards]
+        self._keys = Names(row.key for row in rows)
+        self._shard = np.array([row.shard for row in rows], dtype=np.int32)
+        spans = [
+            (row.image or (0, 0), row.parts.get("json", (0, 0)), row.parts.get("txt", (0, 0))) for row in rows
+        ]
+        # image, json, txt; offset, size
+        self._spans = np.array(spans, dtype=np.int64).reshape(-1, 3, 2)
+        counts = [len(row.labels or ()) for row in rows]
+        self._label_ends = np.cumsum(counts, dtype=np.int64)
+        self._labels = np.array([label for row in rows for label in row.labels or ()], dtype=np.int64)
+        if mix is not None:
+            self.blocks, self.mix = tuple(np.bincount(self._shard, minlength=len(shards)).tolist()), mix
+        self.fingerprint = fingerprint(
+            "wds",
+            json.dumps(classes),
+            self._keys.blob,
+            self._spans[:, :, 1].tobytes(),
+            self._labels.tobytes(),
+            counts,
+        )
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __getitem__(self, index: int) -> Example:
+        return self.read(index)
+
+    def read(self, index: int, min_side: MinSide = None) -> Example:
+        shard = self._shards[self._shard[index]]
+        name = f"{self._titles[self._shard[index]]}/{self._keys[index]}"
+        image, facts, text = (shard.read(int(o), int(n)) if n else b"" for o, n in self._spans[index])
+        captions = tuple(
+            line.strip() for line in text.decode("utf-8", "replace").splitlines() if line.strip()
+        )
+        if facts and not captions:
+            captions = _caption_facts(facts)
+        start = int(self._label_ends[index - 1]) if index else 0
+        labels = tuple(self._labels[start : int(self._label_ends[index])].tolist())
+        return Example(decode(image, name, min_side), labels, captions, name)
+
+
+def open_wds(
+    pattern: str,
+    split: str,
+    *,
+    classes: str = "",
+    order: str = "examples",
+    mix: str = "8",
+    split_name: str = "",
+) -> WdsSource:
+    """`split_name=any` says that a pattern without {split} serves for every split."""
+    if order not in ("examples", "shards"):
+        raise ValueError(f"The option order is 'examples' or 'shards', not {order!r}.")
+    if "{split}" not in pattern and split != "train" and split_name != "any":
+        raise ValueError(
+            f"The pattern {pattern!r} would give the training shards for {split!r} as well; write {{split}} where "
+            "the name differs, or add ?split_name=any if these are the right shards."
+        )
+    files = expand(pattern.replace("{split}", split))
+    shards = [unpacked(path) for path in files]
+    titles = [path.name for path in files]
+    rows = [row for number, shard in enumerate(shards) for row in _index(number, shard, titles[number])]
+    if not rows:
+        raise ValueError(
+            f"The shards of {pattern!r} hold no images; an example needs a part {' or '.join(_IMAGES)}."
+        )
+    names = _class_names(files[0].parent, rows, positive_int("classes", classes) if classes else 0)
+    return WdsSource(titles, shards, rows, names, positive_int("mix", mix) if order == "shards" else None)
+
+
+def expand(pattern: str) -> list[Path]:
+    """The files that a pattern with braces and stars names; each must exist."""
+    files: list[Path] = []
+    for name in _expand_braces(str(Path(pattern).expanduser())):
+        matches = sorted(glob.glob(name)) if glob.has_magic(name) else [name] if Path(name).is_file() else []
+        if not matches:
+            raise ValueError(
+                f"No file {name} for the shards {pattern!r}; check the folder and the numbers in braces."
+            )
+        files += map(Path, matches)
+    return files
+
+
+def _expand_braces(pattern: str) -> Iterator[str]:
+    found = _BRACES.search(pattern)
+    if found is None:
+        yield pattern
+        return
+    inside = found.group(1)
+    numbers = _RANGE.fullmatch(inside)
+    if numbers:
+        first, last = numbers.groups()
+        choices = [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
+    elif "," in inside:
+        choices = inside.split(",")
+    else:
+        raise ValueError(
+            f"The braces {found.group()} in {pattern!r} are neither a range like {{000..010}} nor a list."
+        )
+    for choice in choices:
+        yield from _expand_braces(pattern[: found.start()] + choice + pattern[found.end() :])
+
+
+def _index(number: int, shard: Path, title: str) -> list[_Row]:
+    """The examples of one shard that have an image, in its order."""
+    rows: dict[str, _Row] = {}
+    for name, offset, size in tar_members(shard):
+        folder, slash, file = name.rpartition("/")
+        key, _, suffix = file.partition(".")
+        suffix = suffix.lower()
+        if not key or suffix not in _PARTS:
+            continue
+        row = rows.setdefault(folder + slash + key, _Row(folder + slash + key, number))
+        if suffix in _IMAGES:
+            row.image = (offset, size)
+        else:
+            row.parts[suffix] = (offset, size)
+    reader = ByteReader(shard)
+    kept = [row for row in rows.values() if row.image is not None]
+    for row in kept:
+        where = f"{title}/{row.key}"
+        if "cls" in row.parts:
+            row.labels = (_class_number(reader.read(*row.parts["cls"]).decode(errors="replace"), where),)
+        elif "json" in row.parts:
+            row.labels, row.listed = _label_facts(reader.read(*row.parts["json"]), where)
+    return kept
+
+
+def _class_number(text: object, where: str) -> int:
+    try:
+        number = int(str(text).strip())
+    except ValueError:
+        number = -1
+    if number < 0:
+        raise ValueError(f"The label of {where} must be a class number from 0, not {str(text).strip()!r}.")
+    return number
+
+
+def _label_facts(data: bytes, where: str) -> tuple[tuple[int, ...] | None, bool]:
+    """(labels, whether they came as a list) of a json part."""
+    try:
+        facts = json.loads(data)
+    except ValueError as error:
+        raise ValueError(f"The json of {where} cannot be read: {error}.") from error
+    value = (
+        next((facts[k] for k in ("label", "labels", "cls") if k in facts), None)
+        if isinstance(facts, dict)
+        else None
+    )
+    if value is None:
+        return None, False
+    listed = isinstance(value, list)
+    return tuple(_class_number(v, where) for v in (value if listed else [value])), listed
+
+
+def _caption_facts(data: bytes) -> tuple[str, ...]:
+    facts = json.loads(data)
+    value = (
+        next((facts[k] for k in ("captions", "caption", "text") if k in facts), ())
+        if isinstance(facts, dict)
+        else ()
+    )
+    return (value,) if isinstance(value, str) else tuple(str(v) for v in value)
+
+
+def _class_names(folder: Path, rows: list[_Row], stated: int) -> tuple[str, ...]:
+    labelled = [row for row in rows if row.labels is not None]
+    if labelled and len(labelled) < len(rows):
+        bare = next(row for row in rows if row.labels is None)
+        raise ValueError(
+            f"Some examples have labels but {bare.key} has none; give all or none a cls or json part."
+        )
+    largest = max((max(row.labels or (), default=-1) for row in rows), default=-1)
+    count = stated or largest + 1
+    names = [str(i) for i in range(count)]
+    file = folder / "classes.json"
+    if labelled and file.is_file():
+        titles = json.loads(file.read_text())
+        count = stated or max(count, len(titles))
+        lookup = titles if isinstance(titles, dict) else {str(i): t for i, t in enumerate(titles)}
+        names = [str(lookup.get(str(i), i)) for i in range(count)]
+    if largest >= count:
+        raise ValueError(
+            f"The shards have the label {largest}, outside the {count} classes that were stated."
+        )
+    return tuple(names)
