@@ -82,10 +82,17 @@ class MoEConfig:
             options["noise_std"] = 1.0 if self.router in ("tokens_choice", "experts_choice") else 0.0
         return ROUTERS[self.router](dim, self.num_experts, **options)
 
-    def make_layer(self, dim: int, hidden_dim: int, dropout: float) -> MoE:
+    def make_layer(self, dim: int, hidden_dim: int, dropout: float, activation: str = "gelu_tanh") -> MoE:
         if self.expert_dropout is not None:
             dropout = self.expert_dropout
-        experts = Experts(dim, hidden_dim, self.num_experts, dropout=dropout, identical_init=self.identical_init)
+        experts = Experts(
+            dim,
+            hidden_dim,
+            self.num_experts,
+            dropout=dropout,
+            identical_init=self.identical_init,
+            activation=activation,
+        )
         return MoE(self.make_router(dim), experts)
 
     def moe_blocks(self, depth: int) -> tuple[int, ...]:
@@ -114,6 +121,8 @@ class ViTConfig:
     positions: str = "learned"
     """One of: learned, sincos, none."""
     qk_norm: bool = True
+    activation: str = "gelu_tanh"
+    """gelu_tanh, as in the paper's code, or gelu: the exact one, for weights from elsewhere."""
     dropout: float = 0.0
     attention_dropout: float = 0.0
     representation_size: int | None = None

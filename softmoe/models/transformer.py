@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from softmoe.moe import MoE
+from softmoe.moe.experts import ACTIVATIONS, check_activation
 
 NORM_EPS = 1e-6
 
@@ -53,13 +54,14 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Linear, tanh-GELU, linear."""
+    """Linear, GELU (its tanh form, or the exact one), linear."""
 
-    def __init__(self, dim: int, hidden_dim: int, *, dropout: float = 0.0):
+    def __init__(self, dim: int, hidden_dim: int, *, dropout: float = 0.0, activation: str = "gelu_tanh"):
         super().__init__()
         self.fc1 = nn.Linear(dim, hidden_dim)
         self.fc2 = nn.Linear(hidden_dim, dim)
         self.dropout = nn.Dropout(dropout)
+        self.activation = check_activation(activation)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -68,7 +70,7 @@ class MLP(nn.Module):
             nn.init.normal_(linear.bias, std=1e-6)
 
     def forward(self, x_BMD: Tensor) -> Tensor:
-        hidden = self.dropout(F.gelu(self.fc1(x_BMD), approximate="tanh"))
+        hidden = self.dropout(F.gelu(self.fc1(x_BMD), approximate=ACTIVATIONS[self.activation]))
         return self.dropout(self.fc2(hidden))
 
 

@@ -10,6 +10,7 @@ from softmoe.models.config import ViTConfig
 from softmoe.models.embed import LearnedPositions, PatchEmbed, SinCosPositions
 from softmoe.models.heads import AttentionPool, FirstPool, Head, MeanPool, PreLogits
 from softmoe.models.transformer import MLP, Encoder
+from softmoe.moe.experts import ACTIVATIONS
 
 
 class VisionTransformer(nn.Module):
@@ -41,7 +42,9 @@ class VisionTransformer(nn.Module):
         self.pool: nn.Module = {
             "mean": MeanPool,
             "class": FirstPool,
-            "attention": lambda: AttentionPool(D, config.heads, config.mlp_dim, qk_norm=config.qk_norm),
+            "attention": lambda: AttentionPool(
+                D, config.heads, config.mlp_dim, qk_norm=config.qk_norm, activation=config.activation
+            ),
         }[config.pool]()
         features = config.representation_size or D
         self.pre_logits = PreLogits(D, features) if config.representation_size else nn.Identity()
@@ -50,8 +53,8 @@ class VisionTransformer(nn.Module):
     def _make_mlp(self, index: int) -> nn.Module:
         c = self.config
         if c.moe and index in c.moe_blocks:
-            return c.moe.make_layer(c.width, c.mlp_dim, c.dropout)
-        return MLP(c.width, c.mlp_dim, dropout=c.dropout)
+            return c.moe.make_layer(c.width, c.mlp_dim, c.dropout, c.activation)
+        return MLP(c.width, c.mlp_dim, dropout=c.dropout, activation=c.activation)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(images))
@@ -87,6 +90,7 @@ def check(config: ViTConfig) -> None:
     for name, allowed in {
         "pool": ("mean", "class", "attention"),
         "positions": ("learned", "sincos", "none"),
+        "activation": tuple(ACTIVATIONS),
     }.items():
         if getattr(config, name) not in allowed:
             raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(config, name)!r}")

@@ -11,12 +11,15 @@ from torch.nn import functional as F
 
 from softmoe.moe.routing import at_least_one
 
+ACTIVATIONS = {"gelu_tanh": "tanh", "gelu": "none"}  # name -> torch's word for how the error function is computed
+
 
 class Experts(nn.Module):
     """(N, S, D) -> (N, S, D): gelu(x w1 + b1) w2 + b2, each expert with its own weights.
 
     `identical_init=True` starts all experts as copies of one draw, as the reference code does; the router must
-    then break the symmetry. False draws each expert on its own.
+    then break the symmetry. False draws each expert on its own. `activation` is gelu_tanh, as in the paper's code, or
+    gelu, the exact one.
     """
 
     def __init__(
@@ -27,6 +30,7 @@ class Experts(nn.Module):
         *,
         dropout: float = 0.0,
         identical_init: bool = False,
+        activation: str = "gelu_tanh",
     ):
         super().__init__()
         D, H, N = at_least_one("dim", dim), at_least_one("hidden_dim", hidden_dim), num_experts
@@ -36,6 +40,7 @@ class Experts(nn.Module):
         self.dim, self.hidden_dim, self.num_experts = D, H, N
         self.dropout = dropout
         self.identical_init = identical_init
+        self.activation = check_activation(activation)
         self.w1 = nn.Parameter(torch.empty(N, D, H))
         self.b1 = nn.Parameter(torch.empty(N, H))
         self.w2 = nn.Parameter(torch.empty(N, H, D))
@@ -61,7 +66,7 @@ class Experts(nn.Module):
                 f"expected slots of shape ({self.num_experts}, rows, {self.dim}), got {tuple(x_NSD.shape)}"
             )
         hidden_NSH = torch.baddbmm(self.b1.unsqueeze(1), x_NSD, self.w1)
-        active_NSH = F.gelu(hidden_NSH, approximate="tanh")
+        active_NSH = F.gelu(hidden_NSH, approximate=ACTIVATIONS[self.activation])
         if self.dropout:
             active_NSH = F.dropout(active_NSH, self.dropout, self.training)
         y_NSD = torch.baddbmm(self.b2.unsqueeze(1), active_NSH, self.w2)
@@ -69,3 +74,9 @@ class Experts(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.dim}, hidden_dim={self.hidden_dim}, num_experts={self.num_experts}"
+
+
+def check_activation(name: str) -> str:
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
+    return name

@@ -30,6 +30,7 @@ class ModelSection:
     pool: Literal["mean", "class", "attention"] | None = None
     positions: Literal["learned", "sincos", "none"] | None = None
     qk_norm: bool | None = None
+    activation: Literal["gelu_tanh", "gelu"] | None = None
     dropout: float | None = None
     attention_dropout: float | None = None
     representation_size: int | None = None

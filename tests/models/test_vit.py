@@ -10,7 +10,8 @@ from torch import nn
 from softmoe import create_model
 from softmoe.models import VisionTransformer
 from softmoe.models.config import ROUTERS
-from softmoe.moe import MoE
+from softmoe.models.transformer import MLP
+from softmoe.moe import Experts, MoE
 
 TINY = {"width": 16, "depth": 2, "mlp_dim": 32, "heads": 2, "num_classes": 5, "image_size": 48}
 
@@ -179,3 +180,11 @@ def test_bad_images(shape):
     """Wrong rank, channels or a size below one patch: expected and given shapes are said."""
     with pytest.raises(ValueError, match=r"expected images of shape|smaller than one patch of 16 pixels"):
         tiny()(torch.randn(shape))
+
+
+def test_the_activation_reaches_every_mlp():
+    """One setting for dense blocks, experts and the attention pool; an unknown one is refused by name."""
+    model = tiny(activation="gelu", pool="attention")
+    assert [module.activation for module in model.modules() if isinstance(module, MLP | Experts)] == ["gelu"] * 3
+    with pytest.raises(ValueError, match="activation must be one of"):
+        tiny(activation="tanh")

@@ -66,3 +66,15 @@ def test_the_start_is_reproducible(seed):
     assert torch.equal(first.w1, second.w1)
     second.reset_parameters()
     assert not torch.equal(first.w1, second.w1)
+
+
+def test_exact_gelu_is_an_option():
+    """activation="gelu" is the error function's GELU, expert by expert; another name is refused."""
+    experts = Experts(4, 6, 2, activation="gelu").double()
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
+    expected = [
+        torch.nn.functional.gelu(x[n] @ experts.w1[n] + experts.b1[n]) @ experts.w2[n] + experts.b2[n] for n in range(2)
+    ]
+    torch.testing.assert_close(experts(x), torch.stack(expected))
+    with pytest.raises(ValueError, match="activation must be one of gelu_tanh, gelu, got 'relu'"):
+        Experts(4, 6, 2, activation="relu")
