@@ -196,15 +196,19 @@ class CheckpointStore:
     def _write(self, snapshot: Snapshot, best: int | None) -> None:
         try:
             path = write_checkpoint(self.folder, snapshot)
-            self.last_good = snapshot.step
+        except OSError as error:
+            self.failed_saves += 1
+            kept = "no checkpoint yet" if self.last_good is None else f"the last good one is of step {self.last_good}"
+            self.report(f"could not save step {snapshot.step}: {error}; training goes on, {kept}")
+            return
+        self.last_good = snapshot.step
+        try:
             point_link(self.folder / "last", path.name)
             if best is not None and best in self.steps():
                 point_link(self.folder / "best", step_name(best))
             self._prune(best)
         except OSError as error:
-            self.failed_saves += 1
-            kept = "no checkpoint yet" if self.last_good is None else f"the last good one is of step {self.last_good}"
-            self.report(f"could not save step {snapshot.step}: {error}; training goes on, {kept}")
+            self.report(f"saved step {snapshot.step}, but could not put the folder in order: {error}")
 
     def _prune(self, best: int | None) -> None:
         steps = self.steps()

@@ -3,8 +3,11 @@
 import json
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from softmoe.train.files import sync_file
 
 
 class MetricsFile:
@@ -49,9 +52,8 @@ class MetricsFile:
 
     def flush(self) -> None:
         """On the disk for certain, before a checkpoint says that this step was reached."""
-        if self.path.exists():
-            with self.path.open("rb+") as file:
-                os.fsync(file.fileno())
+        with suppress(OSError):  # a disk that cannot do this will say so when the checkpoint is written
+            sync_file(self.path)
 
 
 def finite(value: Any) -> Any:

@@ -1,0 +1,69 @@
+import math
+import re
+from itertools import combinations
+
+import pytest
+import torch
+
+from softmoe.moe import SoftRouter, TokensChoiceRouter
+from softmoe.train.health import HealthWatch, mean_cosine, router_health
+
+
+def test_soft_numbers():
+    """Scale, mean largest weights and slot similarity, against plain loops."""
+    torch.manual_seed(0)
+    router = SoftRouter(8, 3, 2)
+    routing = router(torch.randn(2, 5, 8))
+    numbers = router_health(router, routing)
+    dispatch, combine = routing.dispatch_weights, routing.combine_weights
+    largest = [dispatch[b, :, n, p].max().item() for b in range(2) for n in range(3) for p in range(2)]
+    assert numbers["max_dispatch"] == pytest.approx(sum(largest) / 12)
+    largest = [combine[b, m].max().item() for b in range(2) for m in range(5)]
+    assert numbers["max_combine"] == pytest.approx(sum(largest) / 10)
+    assert numbers["scale"] == 1.0
+    slots = router.phi.detach().flatten(1).T
+    cosines = [torch.cosine_similarity(a, b, dim=0).item() for a, b in combinations(slots, 2)]
+    assert numbers["slot_similarity"] == pytest.approx(sum(cosines) / len(cosines), abs=1e-6)
+
+
+def test_sparse_numbers():
+    """With one slot per expert and equal tokens all choose one expert: all but one token are dropped, N - 1 experts idle."""
+    router = TokensChoiceRouter(4, 4, capacity_factor=0.5).eval()
+    numbers = router_health(router, router(torch.ones(1, 8, 4)))
+    assert numbers == {"drop_rate": 7 / 8, "idle_experts": 3 / 4, "max_load": 1.0}
+
+
+def test_mean_cosine_of_one_slot_is_zero():
+    """There is no pair."""
+    assert mean_cosine(torch.ones(3, 1)).item() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        ({"max_dispatch": 0.99, "scale": 80.0}, r"dispatch is saturated.*scale 80"),
+        ({"max_combine": 0.99}, "combine is saturated"),
+        ({"slot_similarity": 0.99}, "collapsed"),
+        ({"drop_rate": 0.8}, "80% of the tokens reach no expert"),
+        ({"idle_experts": 0.75}, "75% of the experts get no token"),
+    ],
+)
+def test_each_illness_is_told_once(numbers: dict[str, float], words: str):
+    """A warning comes once, not at every line, and again after the layer has recovered."""
+    watch = HealthWatch()
+    healthy = dict.fromkeys(numbers, 0.1)
+    first = watch.warnings({"blocks.3.mlp": numbers})
+    assert len(first) == 1
+    assert re.search(words, first[0])
+    assert watch.warnings({"blocks.3.mlp": numbers}) == []
+    assert watch.warnings({"blocks.3.mlp": healthy}) == []
+    assert len(watch.warnings({"blocks.3.mlp": numbers})) == 1
+
+
+def test_a_fresh_router_is_healthy():
+    """No warning at the start of training, at any usual size."""
+    torch.manual_seed(0)
+    router = SoftRouter(64, 16, 2)
+    numbers = router_health(router, router(torch.randn(2, 32, 64)))
+    assert HealthWatch().warnings({"layer": numbers}) == []
+    assert all(math.isfinite(value) for value in numbers.values())

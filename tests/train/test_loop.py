@@ -1,0 +1,349 @@
+import json
+import math
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from softmoe.train import Diverged, TrainConfig, train
+from softmoe.train.checkpoint import read_checkpoint
+from softmoe.train.folder import RunFolder
+from softmoe.train.loop import resume
+from softmoe.train.metrics import read_metrics
+from softmoe.train.objectives import make_objective
+from softmoe.train.run import Run, build
+from softmoe.train.step import forward_backward, train_step
+
+
+class Crash(Exception):
+    pass
+
+
+def crash_at(config: TrainConfig, step: int):
+    """An objective that works and fails at its call number `step` of this process."""
+    real, calls = make_objective(config.objective), [0]
+
+    def objective(model: nn.Module, batch: Any):
+        calls[0] += 1
+        if calls[0] == step:
+            raise Crash
+        return real(model, batch)
+
+    return objective
+
+
+def final_state(config: TrainConfig) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Weights and moments of the last checkpoint, and the metrics without times."""
+    folder = RunFolder.of(config)
+    tensors = read_checkpoint(folder.checkpoints / "last").tensors
+    flat = {f"{file}/{name}": t for file, named in tensors.items() for name, t in named.items()}
+    lines = [{k: v for k, v in r.items() if k != "device_seconds"} for r in read_metrics(folder.metrics)]
+    return flat, lines
+
+
+def assert_same_run(a: TrainConfig, b: TrainConfig) -> None:
+    (tensors_a, lines_a), (tensors_b, lines_b) = final_state(a), final_state(b)
+    assert tensors_a.keys() == tensors_b.keys()
+    for name, tensor in tensors_a.items():
+        assert torch.equal(tensor, tensors_b[name]), name
+    assert lines_a == lines_b
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"model.router": "tokens_choice", "model.dropout": 0.2, "data.transform.mixup": 0.3},
+        {"ema": 0.5, "optim.name": "sgd", "model.router": "dense", "accumulate": 2},
+        {"checkpoint.asynchronous": False, "log.every": 4, "evaluation.every": 3, "model.noise_std": 1.0},
+    ],
+)
+def test_a_crashed_run_ends_with_the_same_bits(make_config, changes: dict[str, Any]):
+    """Weights, moments, average and metrics after crashes at steps 2, 4 and 5 equal those of an uninterrupted run."""
+    whole, broken = make_config(run_name="whole", **changes), make_config(run_name="broken", **changes)
+    assert train(whole).step == 6
+    for calls in (2, 3, 3):
+        with pytest.raises(Crash):
+            train(broken, objective=crash_at(broken, calls * broken.accumulate))
+    assert train(broken).step == 6
+    assert_same_run(whole, broken)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_the_run_continues(make_config, number: signal.Signals):
+    """The step is finished, saved and named in the result; the handlers are put back; the end is the same."""
+    whole, stopped = make_config(run_name="whole"), make_config(run_name="stopped")
+    train(whole)
+    real, before = make_objective(stopped.objective), signal.getsignal(number)
+
+    def objective(model: nn.Module, batch: Any):
+        os.kill(os.getpid(), number)
+        return real(model, batch)
+
+    for step in (1, 2, 3):
+        result = train(stopped, objective=objective)
+        assert (result.step, result.signal) == (step, number)
+    assert signal.getsignal(number) is before
+    assert train(stopped).signal is None
+    assert_same_run(whole, stopped)
+
+
+def test_a_second_signal_stops_at_once(make_config):
+    """Ctrl-C twice does not wait for the step."""
+    config = make_config()
+
+    def objective(model: nn.Module, batch: Any):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("not reached")
+
+    with pytest.raises(KeyboardInterrupt):
+        train(config, objective=objective)
+
+
+def test_a_finished_run_is_left_alone(make_config):
+    """Starting it again trains nothing and changes no file of it but the lock."""
+    config = make_config()
+    train(config)
+    folder = RunFolder.of(config).path
+    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
+    assert train(config, objective=crash_at(config, 1)).step == 6
+    assert before == {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+def built(config: TrainConfig) -> Run:
+    return build(config, RunFolder.of(config))
+
+
+@pytest.mark.parametrize("router", ["soft", "tokens_choice", "dense"])
+def test_accumulation_equals_the_large_batch(make_config, router: str):
+    """In float64, the loss and every gradient of four parts equal those of the whole batch."""
+    torch.set_default_dtype(torch.float64)
+    gradients, losses = [], []
+    for parts in (1, 4):
+        run = built(make_config(accumulate=parts, **{"model.router": router, "model.noise_std": 0.0}))
+        batch = next(run.data.loader.batches(0))
+        batch = replace(batch, images=batch.images.double())
+        with torch.no_grad():
+            run.model.head.weight.normal_()  # a zero head passes no gradient on
+        loss, auxiliary = forward_backward(run, batch)
+        losses.append((loss.item(), auxiliary.item()))
+        gradients.append({name: p.grad for name, p in run.model.named_parameters()})
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    assert (losses[0][1] > 0) == (router == "tokens_choice")
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-9, atol=1e-13, msg=name)
+
+
+def test_the_average_is_the_plain_recursion(make_config):
+    """e = d e + (1 - d) w after each step, starting from the first weights."""
+    run = built(make_config(ema=0.75))
+    assert run.average is not None
+    expected = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    batches = run.data.loader.batches(0)
+    for _ in range(3):
+        train_step(run, next(batches))
+        for name, p in run.model.named_parameters():
+            expected[name] = 0.75 * expected[name] + 0.25 * p.detach()
+    for name, p in run.average.model.named_parameters():
+        torch.testing.assert_close(p, expected[name], msg=name)
+
+
+def poisoned(config: TrainConfig, bad: range, *, gradient_only: bool = False):
+    """An objective that gives no finite loss (or gradient) at these calls."""
+    real, calls = make_objective(config.objective), [0]
+
+    def objective(model: nn.Module, batch: Any):
+        loss, numbers = real(model, batch)
+        calls[0] += 1
+        if calls[0] - 1 not in bad:
+            return loss, numbers
+        if not gradient_only:
+            return loss * math.nan, numbers
+        head = next(p for name, p in model.named_parameters() if name == "head.bias")
+        return loss + (head - head.detach()).abs().pow(0.5).sum(), numbers  # 0, with an infinite slope
+
+    return objective
+
+
+@pytest.mark.parametrize("gradient_only", [False, True])
+def test_a_step_that_is_not_finite_is_skipped(make_config, gradient_only: bool, capfd: pytest.CaptureFixture):
+    """No update is made, it is counted and told, and training goes on."""
+    config = make_config(steps=3, **{"log.every": 1})
+    result = train(config, objective=poisoned(config, range(1, 2), gradient_only=gradient_only))
+    assert result.step == 3
+    lines = [r for r in read_metrics(RunFolder.of(config).metrics) if "loss" in r]
+    assert [r["skipped_steps"] for r in lines] == [0, 1, 1]
+    assert lines[1]["loss"] is None
+    assert lines[2]["loss"] is not None
+    assert "step 2: loss" in capfd.readouterr().err
+    tensors = read_checkpoint(RunFolder.of(config).checkpoints / "last").tensors
+    assert all(t.isfinite().all() for named in tensors.values() for t in named.values())
+    assert tensors["optimizer"]["head.bias/step"] == 2
+
+
+def test_a_diverged_run_stops_with_advice(make_config):
+    """After max_bad_steps in a row the error names the last good checkpoint, and the weights there are finite."""
+    config = make_config(max_bad_steps=2)
+    with pytest.raises(
+        Diverged, match=r"2 steps in a row .* last good checkpoint is .*step_00000002.*Lower schedule.peak"
+    ):
+        train(config, objective=poisoned(config, range(2, 99)))
+    tensors = read_checkpoint(RunFolder.of(config).checkpoints / "last").tensors
+    assert all(t.isfinite().all() for t in tensors["model"].values())
+
+
+def test_another_configuration_is_refused_with_the_difference(make_config):
+    """Every changed key is shown with both values; logging, saving and evaluation may change."""
+    train(make_config(steps=2))
+    with pytest.raises(ValueError, match=r"another configuration:\n  seed: 0 -> 1\n  model.width: 16 -> 32\n"):
+        train(make_config(steps=2, seed=1, **{"model.width": 32}))
+    free = {"log.every": 1, "checkpoint.every": 1, "evaluation.every": 1, "threads": 1, "data.prefetch": 3}
+    assert train(make_config(steps=2, **free)).step == 2
+
+
+def test_other_data_are_refused(make_config, tmp_path: Path):
+    """The same address with other contents is not the same data."""
+    config = make_config(steps=2)
+    train(config)
+    path = RunFolder.of(config).config
+    values = json.loads(path.read_text())
+    values["facts"]["train_data"] = "changed"
+    path.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="train_data: changed -> "):
+        train(config)
+
+
+def test_a_run_may_be_made_longer_if_its_past_stays(make_config):
+    """A constant schedule goes on and ends as if it had been long from the start; a cosine one is refused."""
+    train(make_config(steps=3, run_name="longer"))
+    long, longer = make_config(steps=6, run_name="long"), make_config(steps=6, run_name="longer")
+    train(long)
+    train(longer)
+    (tensors, _), (others, _) = final_state(long), final_state(longer)
+    assert all(torch.equal(tensor, others[name]) for name, tensor in tensors.items())
+    train(make_config(steps=3, run_name="cosine", **{"schedule.kind": "cosine"}))
+    with pytest.raises(ValueError, match="steps: 3 -> 6"):
+        train(make_config(steps=6, run_name="cosine", **{"schedule.kind": "cosine"}))
+
+
+def test_two_processes_in_one_folder_are_refused(make_config):
+    """The second one says so instead of mixing two runs."""
+    config = make_config()
+    RunFolder.of(config).path.mkdir(parents=True)
+    child = os.fork()
+    if child == 0:  # POSIX locks are per process, so the second one must be one
+        try:
+            with RunFolder.of(config).locked():
+                signal.pause()
+        finally:
+            os._exit(0)
+    try:
+        lock = RunFolder.of(config).path / ".lock"
+        while not (lock.exists() and lock.read_text()):
+            pass
+        with pytest.raises(ValueError, match="another process is training in"):
+            train(config)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_evaluators_are_handed_in(make_config):
+    """Their numbers are in the metrics, the best step is kept and linked, and eval.json has the last and the best."""
+    values = iter([0.1, 0.9, 0.3])
+    seen: list[bool] = []
+
+    def score(model: nn.Module, batches: Any) -> dict[str, float]:
+        seen.append(model.training)
+        assert sum(len(batch) for batch in batches) == 8
+        return {"value": next(values)}
+
+    config = make_config(**{"evaluation.every": 2, "evaluation.best": "mine/value", "checkpoint.every": 100})
+    result = train(config, evaluators={"mine": score})
+    assert result.numbers == {"mine/value": 0.3}
+    assert seen == [False] * 3
+    folder = RunFolder.of(config)
+    assert [r["mine/value"] for r in read_metrics(folder.metrics) if "mine/value" in r] == [0.1, 0.9, 0.3]
+    assert read_checkpoint(folder.checkpoints / "best").step == 4
+    best = {"step": 4, "name": "mine/value", "value": 0.9}
+    assert json.loads(folder.evaluation.read_text()) == {"step": 6, "numbers": {"mine/value": 0.3}, "best": best}
+
+
+def test_a_missing_best_number_is_named(make_config):
+    """A typo in evaluation.best lists what there is."""
+    with pytest.raises(ValueError, match=r"evaluation.best is 'val/top7', but .* val/top1, val/top5, val/loss"):
+        train(make_config(steps=1, **{"evaluation.best": "val/top7"}))
+
+
+def test_metrics_have_the_axes_of_the_paper(make_config):
+    """Cumulative images, FLOPs and device seconds, and the health of every router."""
+    config = make_config()
+    train(config)
+    lines = [r for r in read_metrics(RunFolder.of(config).metrics) if "loss" in r]
+    assert [r["step"] for r in lines] == [2, 4, 6]
+    assert [r["images"] for r in lines] == [8, 16, 24]
+    assert lines[2]["flops"] == 3 * lines[0]["flops"] > 0
+    assert 0 < lines[0]["device_seconds"] < lines[2]["device_seconds"]
+    assert set(lines[0]["routers"]) == {"encoder.blocks.1.mlp"}
+    assert {"scale", "max_dispatch", "max_combine", "slot_similarity"} == set(
+        lines[0]["routers"]["encoder.blocks.1.mlp"]
+    )
+
+
+def test_the_loss_falls(make_config):
+    """Thirty steps on one batch-sized data set are enough to learn it."""
+    config = make_config(
+        steps=40, **{"data.train": "shapes?size=16&length=4", "checkpoint.every": 100, "log.every": 10}
+    )
+    train(config)
+    losses = [r["loss"] for r in read_metrics(RunFolder.of(config).metrics) if "loss" in r]
+    assert losses[-1] < 0.3 * losses[0]
+
+
+def test_bfloat16_falls_back_with_a_line(make_config, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
+    """Where bfloat16 does not work the run says so and computes in float32, the same bits as asked for directly."""
+    monkeypatch.setattr("softmoe.train.parts.bfloat16_works", lambda: False)
+    low, full = make_config(run_name="low", steps=2, precision="bfloat16"), make_config(run_name="full", steps=2)
+    train(low)
+    assert "no working bfloat16, going on in float32" in capfd.readouterr().err
+    train(full)
+    assert_same_run(low, full)
+
+
+def test_gradient_checkpointing_changes_nothing(make_config):
+    """Same losses and weights, with dropout and a sparse router, whose random numbers must be drawn again alike."""
+    changes = {"model.router": "tokens_choice", "model.dropout": 0.1}
+    plain = make_config(run_name="plain", **changes)
+    again = make_config(run_name="again", gradient_checkpointing=True, **changes)
+    train(plain)
+    train(again)
+    (tensors, lines), (others, other_lines) = final_state(plain), final_state(again)
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(others[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
+    assert [r["loss"] for r in other_lines if "loss" in r] == pytest.approx([r["loss"] for r in lines if "loss" in r])
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "nonsense"])
+def test_a_missing_device_is_one_sentence(make_config, device: str):
+    """Not a traceback from torch."""
+    with pytest.raises(ValueError, match=f"device '{device}' cannot be used here"):
+        train(make_config(device=device))
+
+
+def test_progress_of_the_loader_is_the_step(make_config):
+    """A resumed run asks the loader for the step it is at."""
+    config = make_config(steps=4)
+    with pytest.raises(Crash):
+        train(config, objective=crash_at(config, 4))
+    run = built(config)
+    resume(run)
+    assert run.done.step == 2
+    state = read_checkpoint(run.store.path(2)).texts["state"]
+    assert state["data"]["next_step"] == 2
+    assert state["config"] == json.loads(json.dumps(config.to_dict()))

@@ -1,0 +1,148 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
+from softmoe.train.config import OptimSection
+from softmoe.train.optim import clip_by_global_norm, make_optimizer, parameter_groups, set_learning_rate
+
+DECAYS = OptimSection(head_decay=3.0, kernel_decay=0.03, scale_decay=0.5)
+
+
+def decays(config: ViTConfig, section: OptimSection = DECAYS) -> dict[str, float]:
+    groups = parameter_groups(VisionTransformer(config), section)
+    return {name: group["weight_decay"] for group in groups for name in group["names"]}
+
+
+def small(**changes) -> ViTConfig:
+    return ViTConfig(image_size=8, patch_size=4, width=8, depth=1, mlp_dim=8, heads=2, num_classes=3, **changes)
+
+
+def test_decay_of_a_soft_model():
+    """Matrices 0.03, the head's 3.0, the router's scale its own, all else 0: behaviour of the paper's code."""
+    moe = MoEConfig("soft", num_experts=2, blocks=(0,))
+    found = decays(small(moe=moe, pool="attention", representation_size=4))
+    block = "encoder.blocks.0"
+    matrices = {
+        "embed.proj.weight",
+        f"{block}.attention.qkv.weight",
+        f"{block}.attention.out.weight",
+        f"{block}.mlp.experts.w1",
+        f"{block}.mlp.experts.w2",
+        "pool.attention.qkv.weight",
+        "pool.attention.out.weight",
+        "pool.mlp.fc1.weight",
+        "pool.mlp.fc2.weight",
+        "pre_logits.weight",
+    }
+    expected = dict.fromkeys(found, 0.0) | dict.fromkeys(matrices, 0.03)
+    expected |= {"head.weight": 3.0, f"{block}.mlp.router.scale": 0.5}
+    assert found == expected
+    assert {f"{block}.mlp.router.phi", "positions.table", "pool.probe", f"{block}.norm1.weight"} <= found.keys()
+
+
+def test_decay_of_a_sparse_model():
+    """A sparse router's matrix and the dense MLPs are decayed; the class token is not."""
+    moe = MoEConfig("tokens_choice", num_experts=2, blocks=())
+    found = decays(small(moe=moe, pool="class"))
+    assert found["encoder.blocks.0.mlp.fc1.weight"] == found["encoder.blocks.0.mlp.fc2.weight"] == 0.03
+    assert found["class_token"] == found["encoder.blocks.0.mlp.fc1.bias"] == 0.0
+    moe = MoEConfig("tokens_choice", num_experts=2, blocks=(0,))
+    assert decays(small(moe=moe))["encoder.blocks.0.mlp.router.weight"] == 0.03
+
+
+def test_every_parameter_is_trained_once():
+    """The groups are a partition of the parameters."""
+    model = VisionTransformer(small(moe=MoEConfig(num_experts=2)))
+    names = [name for group in parameter_groups(model, DECAYS) for name in group["names"]]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+
+
+def test_patterns_come_first():
+    """A user's decay pattern wins over the rules, the first of several wins, and lr factors scale or freeze."""
+    section = OptimSection(
+        kernel_decay=0.03,
+        decay_patterns=((r"qkv", 0.7), (r"attention", 0.9)),
+        lr_patterns=((r"^head", 10.0), (r"embed", 0.0)),
+    )
+    model = VisionTransformer(small())
+    optimizer = make_optimizer(model, section)
+    set_learning_rate(optimizer, 0.5)
+    by_name = {name: group for group in optimizer.param_groups for name in group["names"]}
+    assert by_name["encoder.blocks.0.attention.qkv.weight"]["weight_decay"] == 0.7
+    assert by_name["encoder.blocks.0.attention.out.bias"]["weight_decay"] == 0.9
+    assert by_name["head.weight"]["lr"] == 5.0
+    assert by_name["encoder.blocks.0.mlp.fc1.weight"]["lr"] == 0.5
+    assert "embed.proj.weight" not in by_name
+    assert not model.embed.proj.weight.requires_grad
+
+
+def test_a_pattern_without_parameters_is_an_error():
+    """A pattern that matches nothing is a typo, and is said so with the names there are."""
+    with pytest.raises(ValueError, match=r"'heda' matches no parameter; names look like"):
+        parameter_groups(VisionTransformer(small()), OptimSection(lr_patterns=(("heda", 2.0),)))
+    with pytest.raises(ValueError, match="nothing to train"):
+        parameter_groups(VisionTransformer(small()), OptimSection(lr_patterns=((".", 0.0),)))
+
+
+def linear(seed: int = 0) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(3, 2, dtype=torch.float64)
+
+
+def test_adamw_is_the_plain_formula():
+    """Three steps equal p - lr (m^ / (sqrt(v^) + eps) + decay p): decay decoupled and times the learning rate."""
+    model = linear()
+    optimizer = make_optimizer(model, OptimSection(decay_patterns=((r"weight", 0.1),)))
+    p = model.weight.detach().clone()
+    m, v = torch.zeros_like(p), torch.zeros_like(p)
+    for t in range(1, 4):
+        lr = 0.01 * t
+        set_learning_rate(optimizer, lr)
+        optimizer.zero_grad()
+        model(torch.ones(1, 3, dtype=torch.float64) * t).square().sum().backward()
+        assert model.weight.grad is not None
+        g = model.weight.grad.clone()
+        optimizer.step()
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+        adam = (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
+        p = p - lr * (adam + 0.1 * p)
+        torch.testing.assert_close(model.weight.detach(), p, rtol=1e-10, atol=1e-12)
+
+
+def test_sgd_has_momentum():
+    """Two steps of SGD: buffer = g + 0.9 buffer, and no decay where no rule matches."""
+    model = linear()
+    optimizer = make_optimizer(model, OptimSection(name="sgd"))
+    set_learning_rate(optimizer, 0.1)
+    start = model.weight.detach().clone()
+    for _ in range(2):
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+    torch.testing.assert_close(model.weight.detach(), start - 0.1 * (1 + 1.9))
+
+
+def test_clip_golden():
+    """(1, 2) clipped to norm 2 is 2 / sqrt(5) times itself, with no epsilon; the norm before comes back."""
+    grad = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    norm = clip_by_global_norm([grad], 2.0)
+    assert norm.item() == pytest.approx(5**0.5, rel=1e-15)
+    assert grad.tolist() == pytest.approx([2 / 5**0.5, 4 / 5**0.5], rel=1e-15)
+
+
+@given(
+    st.lists(st.lists(st.floats(-100, 100), min_size=1, max_size=5), min_size=1, max_size=4),
+    st.floats(0.01, 1000) | st.none(),
+)
+def test_clip_by_global_norm(values: list[list[float]], limit: float | None):
+    """The joint norm is at most the limit; gradients within it, and all without a limit, stay as they are."""
+    grads = [torch.tensor(v, dtype=torch.float64) for v in values]
+    before = [g.clone() for g in grads]
+    norm = float(clip_by_global_norm(grads, limit))
+    expected = sum(float((g * g).sum()) for g in before) ** 0.5
+    assert norm == pytest.approx(expected, rel=1e-12)
+    factor = 1.0 if limit is None or norm <= limit else limit / norm
+    for grad, old in zip(grads, before, strict=True):
+        torch.testing.assert_close(grad, old * factor, rtol=1e-12, atol=0.0)
