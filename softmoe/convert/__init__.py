@@ -1,5 +1,7 @@
 """Other people's weights -> ours, and back."""
 
+from softmoe.convert.timm import from_timm
+from softmoe.convert.vit import from_vit
 from softmoe.convert.vmoe import from_vmoe, to_vmoe
 
-__all__ = ["from_vmoe", "to_vmoe"]
+__all__ = ["from_timm", "from_vit", "from_vmoe", "to_vmoe"]
