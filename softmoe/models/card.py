@@ -1,0 +1,65 @@
+"""The model card: README.md of a saved model, made from its facts and from nothing else."""
+
+from typing import Any
+
+from softmoe.models.saved import SavedModel
+
+_LISTED = 20  # class names shown
+
+
+def model_card(saved: SavedModel, parameters: int) -> str:
+    config, p = saved.config, saved.preprocessing
+    kind = "a dense vision transformer"
+    rows: dict[str, Any] = {
+        "parameters": f"{parameters:,}",
+        "image": f"{config.image_shape[0]} x {config.image_shape[1]} pixels, patches of {config.patch_size}",
+        "transformer": f"{config.depth} blocks, width {config.width}, {config.heads} heads, MLP {config.mlp_dim}",
+        "pooling, positions": f"{config.pool}, {config.positions}",
+        "outputs": "features (no head)" if config.num_classes is None else f"{config.num_classes} classes",
+    }
+    if config.moe:
+        kind = f"a vision transformer with {config.moe.router.replace('_', ' ')} mixtures of experts"
+        slots = f", {config.moe.slots_per_expert} slots each" if "soft" in config.moe.router else ""
+        blocks = ", ".join(map(str, config.moe_blocks))
+        rows["experts"] = f"{config.moe.num_experts} ({config.moe.router}{slots}) in blocks {blocks}"
+    if saved.dtypes:
+        rows["weights"] = ", ".join(f"{dtype} ({count} tensors)" for dtype, count in saved.dtypes.items())
+    crop = {
+        "central": f"shorter side to {p.central_ratio:.4g} times the size, middle cut out",
+        "resize": "stretched to the size",
+    }[p.crop]
+    preprocessing = f"RGB, {crop}, {p.image_size[0]} x {p.image_size[1]} pixels, values from -1 (black) to 1 (white)."
+    sections = [
+        "---\nlibrary_name: softmoe\npipeline_tag: "
+        + ("image-feature-extraction" if config.num_classes is None else "image-classification")
+        + "\ntags: [softmoe, vision-transformer, mixture-of-experts]\n---",
+        f"# {saved.folder.name}",
+        f"This is {kind}, saved by softmoe.",
+        _table(rows),
+        "## Use",
+        f'```python\nimport softmoe\n\nmodel = softmoe.from_pretrained("{saved.folder.name}")\n```',
+        f"```sh\nsoftmoe predict {saved.folder.name} IMAGES...\n```",
+        f"Images: {preprocessing}",
+        "## Where it comes from",
+        _table(_flat(saved.provenance)),
+    ]
+    if saved.classes:
+        shown = ", ".join(saved.classes[:_LISTED])
+        more = f", and {len(saved.classes) - _LISTED} more in config.json" if len(saved.classes) > _LISTED else ""
+        sections += ["## Classes", f"{shown}{more}."]
+    files = {name: f"{facts.bytes:,} bytes, SHA-256 `{facts.sha256}`" for name, facts in saved.files.items()}
+    sections += ["## Files", _table(files)]
+    return "\n\n".join(sections) + "\n"
+
+
+def _table(rows: dict[str, Any]) -> str:
+    cells = [(name, str(value).replace("|", "\\|").replace("\n", " ")) for name, value in rows.items()]
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in cells)])
+
+
+def _flat(values: dict[str, Any], path: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{path}{key}"
+        flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return flat

@@ -1,0 +1,280 @@
+"""Save a model as a folder and load it again, on any machine, without trusting the file."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from softmoe import __version__
+from softmoe.models import hub
+from softmoe.models.card import model_card
+from softmoe.models.config import ViTConfig
+from softmoe.models.saved import Preprocessing, SavedModel, is_saved, open_saved, parse_preprocessing, read_json
+from softmoe.models.vit import VisionTransformer
+from softmoe.models.weights import INDEX, SHARD_BYTES, Spec, WeightFiles, check_files, write_text, write_weights
+
+__all__ = ["Preprocessing", "SavedModel", "from_pretrained", "hub", "load_saved", "open_saved", "save_pretrained"]
+
+_OURS = ("config.json", "README.md", INDEX, "eval.json", "fewshot.json")
+
+
+def save_pretrained(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    preprocessing: Preprocessing | Mapping[str, Any] | None = None,
+    classes: Iterable[str] | None = None,
+    provenance: Mapping[str, Any] | None = None,
+    max_shard_bytes: int = SHARD_BYTES,
+) -> SavedModel:
+    """Write model.safetensors (or shards), config.json and README.md into `folder`, all or nothing.
+
+    `preprocessing` is how evaluation images are made (None: the model's size, central crop); `provenance` is
+    whatever should be known of the model's making: run, step, data fingerprint, results. A folder that holds a
+    saved model is replaced; one that holds anything else is refused.
+    """
+    plain = unwrap(model)
+    state = plain.state_dict()
+    return save_tensors(
+        plain.config,
+        {name: Spec.of(tensor) for name, tensor in state.items()},
+        state.__getitem__,
+        folder,
+        preprocessing=preprocessing,
+        classes=classes,
+        provenance=provenance,
+        max_shard_bytes=max_shard_bytes,
+    )
+
+
+def save_tensors(
+    config: ViTConfig,
+    specs: Mapping[str, Spec],
+    get: Callable[[str], Tensor],
+    folder: str | Path,
+    *,
+    preprocessing: Preprocessing | Mapping[str, Any] | None = None,
+    classes: Iterable[str] | None = None,
+    provenance: Mapping[str, Any] | None = None,
+    max_shard_bytes: int = SHARD_BYTES,
+) -> SavedModel:
+    """As `save_pretrained`, for weights that come one by one: `get(name)` is called once for every name in `specs`.
+
+    So a model larger than the memory can be written, if its tensors can be made in turn.
+    """
+    target = Path(folder).expanduser()
+    refuse_strangers(target)
+    check_specs(config, specs, f"{target} was not written")
+    if isinstance(preprocessing, Mapping):
+        preprocessing = parse_preprocessing(preprocessing)
+    names = None if classes is None else tuple(map(str, classes))
+    if names is not None and len(names) != config.num_classes:
+        raise ValueError(f"{len(names)} class names were given, but the model has {config.num_classes or 'no'} outputs")
+    made = {"softmoe": __version__, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+    dtypes: dict[str, int] = {}
+    for spec in specs.values():
+        name = str(spec.dtype).removeprefix("torch.")
+        dtypes[name] = dtypes.get(name, 0) + 1
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        metadata = {"format": "pt", "architecture": json.dumps(config.to_dict())}
+        files = write_weights(partial, specs, get, metadata=metadata, max_shard_bytes=max_shard_bytes)
+        saved = SavedModel(
+            target,
+            config,
+            preprocessing or Preprocessing(config.image_shape),
+            names,
+            files,
+            dtypes,
+            dict(provenance or {}) | made,
+        )
+        parameters = sum(torch.Size(spec.shape).numel() for spec in specs.values())
+        write_text(partial / "config.json", json.dumps(saved.to_dict(), indent=2) + "\n")
+        write_text(partial / "README.md", model_card(saved, parameters))
+        put_in_place(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return saved
+
+
+def from_pretrained(
+    where: str | Path,
+    device: str | torch.device = "cpu",
+    *,
+    dtype: torch.dtype | None = None,
+    verify: bool = True,
+    revision: str | None = None,
+) -> VisionTransformer:
+    """The model in a saved folder, a run's folder or on the Hub (`user/name`), in evaluation mode.
+
+    On the CPU the weights are mapped from the file, not copied, until they are written to. `device="meta"` gives
+    the shapes alone. `verify=False` skips the checksums, never the names, shapes and types. `dtype` converts.
+    """
+    return load_saved(open_saved(where, revision=revision), device, dtype=dtype, verify=verify)
+
+
+def load_saved(
+    saved: SavedModel, device: str | torch.device = "cpu", *, dtype: torch.dtype | None = None, verify: bool = True
+) -> VisionTransformer:
+    """The model itself. ValueError, saying what is wrong, unless everything is as config.json says."""
+    place = usable_device(device)
+    check_files(saved.folder, saved.files, hashes=verify)
+    model = build_empty(saved)
+    with WeightFiles(saved.folder, saved.files) as weights:
+        specs = check_weights(saved, weights)
+        dtypes = {spec.dtype for spec in specs.values()}
+        fill_buffers(model, place, dtype or (dtypes.pop() if len(dtypes) == 1 else None))
+
+        def place_tensor(name: str) -> Tensor:
+            if place.type == "meta":
+                return torch.empty(specs[name].shape, dtype=dtype or specs[name].dtype, device="meta")
+            return weights.tensor(name).to(device=place, dtype=dtype or specs[name].dtype)
+
+        model.load_state_dict({name: place_tensor(name) for name in model.state_dict()}, assign=True)
+    return model.eval()
+
+
+def build_empty(saved: SavedModel) -> VisionTransformer:
+    try:
+        with torch.device("meta"):
+            return VisionTransformer(saved.config)
+    except (ValueError, TypeError, RuntimeError, KeyError) as error:
+        raise ValueError(f"{saved.folder / 'config.json'} does not describe a model: {error}") from error
+
+
+def check_weights(saved: SavedModel, weights: WeightFiles) -> dict[str, Spec]:
+    """Index, architecture, names, shapes and types: the files and config.json must tell the same."""
+    folder = saved.folder
+    if len(saved.files) > 1:
+        index = read_json(folder / INDEX)
+        if not isinstance(index, dict) or index.get("weight_map") != weights.file_of:
+            raise ValueError(f"{folder / INDEX} does not match the tensors in the weight files")
+    written = json.loads(weights.metadata.get("architecture", "null"))
+    expected = json.loads(json.dumps(saved.config.to_dict()))
+    if written is not None and (key := first_difference(written, expected)):
+        raise ValueError(
+            f"{folder / 'config.json'} is not the one these weights were saved with: it says {key} = "
+            f"{look_up(expected, key)!r}, the weights say {look_up(written, key)!r}"
+        )
+    specs = {name: weights.spec(name) for name in weights.names}
+    check_specs(saved.config, specs, f"the weights in {folder} do not fit its config.json")
+    counts: dict[str, int] = {}
+    for spec in specs.values():
+        name = str(spec.dtype).removeprefix("torch.")
+        counts[name] = counts.get(name, 0) + 1
+    if saved.dtypes is not None and counts != saved.dtypes:
+        raise ValueError(f"the weights in {folder} are of the types {counts}, but config.json says {saved.dtypes}")
+    return specs
+
+
+def check_specs(config: ViTConfig, specs: Mapping[str, Spec], failed: str) -> None:
+    """ValueError unless names and shapes are exactly the model's, all of floating type."""
+    with torch.device("meta"):
+        wanted = VisionTransformer(config).state_dict()
+    missing, extra = sorted(wanted.keys() - specs.keys()), sorted(specs.keys() - wanted.keys())
+    if missing or extra:
+        what = "is missing" if missing else "is not part of the model"
+        count = len(missing or extra)
+        raise ValueError(f"{failed}: {(missing or extra)[0]} {what}" + (f" ({count} such)" if count > 1 else ""))
+    for name, tensor in wanted.items():
+        if specs[name].shape != tuple(tensor.shape):
+            raise ValueError(f"{failed}: {name} is {specs[name].shape}, but the model needs {tuple(tensor.shape)}")
+        if not specs[name].dtype.is_floating_point:
+            raise ValueError(f"{failed}: {name} is of type {specs[name].dtype}, but weights are floating-point numbers")
+
+
+def fill_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Make what is computed and not stored (the table of sincos positions) real, on `device`."""
+    stored = model.state_dict().keys()
+    for path, module in model.named_modules():
+        names = [name for name, _ in module.named_buffers(path, recurse=False) if name not in stored]
+        for name in names:
+            key = name.rpartition(".")[2]
+            setattr(module, key, torch.empty_like(getattr(module, key), device=device))
+        if names:
+            module.reset_parameters()  # pyright: ignore[reportCallIssue]  # every module with such a buffer has it
+            for name in names:
+                key = name.rpartition(".")[2]
+                setattr(module, key, getattr(module, key).to(dtype))
+
+
+def first_difference(left: Any, right: Any, path: str = "") -> str | None:
+    """The first key in which two nested objects differ. Keys that only a newer version knows do not count."""
+    if not isinstance(left, dict) or not isinstance(right, dict):
+        return path if left != right else None
+    for key in (key for key in left if key in right):
+        found = first_difference(left[key], right[key], f"{path}.{key}" if path else key)
+        if found:
+            return found
+    return None
+
+
+def look_up(values: Any, path: str) -> Any:
+    for key in path.split("."):
+        values = values[key]
+    return values
+
+
+def unwrap(model: nn.Module) -> VisionTransformer:
+    """The plain model under torch.compile or data parallelism."""
+    plain = model
+    while not isinstance(plain, VisionTransformer):
+        inner = getattr(plain, "_orig_mod", None) or getattr(plain, "module", None)
+        if inner is None:
+            raise ValueError(f"only a softmoe VisionTransformer can be saved, not a {type(plain).__name__}")
+        plain = inner
+    if any(tensor.is_meta for tensor in plain.state_dict().values()):
+        raise ValueError("a model on the meta device has no weights to save")
+    return plain
+
+
+def usable_device(device: str | torch.device) -> torch.device:
+    try:
+        place = torch.device(device)
+        torch.empty(1, device=place)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"the device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    return place
+
+
+def refuse_strangers(target: Path) -> None:
+    """Overwriting may only ever cost a saved model, and nothing a user put beside it."""
+    if not target.name:
+        raise ValueError(f"{target} is not the name of a folder")
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise ValueError(f"{target} is a file; give the name of a folder")
+    inside = sorted(p.name for p in target.iterdir())
+    if not inside:
+        return
+    if not is_saved(target):
+        raise ValueError(f"{target} exists and is not a saved model (it holds {inside[0]}); give another folder")
+    strangers = [name for name in inside if name not in _OURS and not name.endswith(".safetensors")]
+    if strangers:
+        raise ValueError(f"{target} holds a saved model but also {strangers[0]}, which would be lost; move it away")
+
+
+def put_in_place(partial: Path, target: Path) -> None:
+    """Rename, and flush the folder above so that the rename survives a power cut."""
+    old = target.with_name(f".{target.name}.old-{os.getpid()}")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        os.rename(target, old)
+    os.rename(partial, target)
+    shutil.rmtree(old, ignore_errors=True)
+    descriptor = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        pass  # some file systems cannot flush a folder, and need not
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,229 @@
+"""A saved model's config.json: what it says, read strictly, and where MODEL arguments lead.
+
+    FOLDER/config.json             format, kind, architecture, preprocessing, classes, provenance, weights
+    FOLDER/model.safetensors       or model-00001-of-0000N.safetensors with model.safetensors.index.json
+    FOLDER/README.md               the model card
+
+A training checkpoint (runs/NAME/checkpoints/step_...) is read as well; it has a manifest.json instead of facts.
+"""
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from softmoe.models import hub
+from softmoe.models.config import MoEConfig, ViTConfig
+from softmoe.models.weights import FILE_NAME, FileFacts
+
+FORMAT = "softmoe"
+FORMAT_VERSION = 1
+_KEYS = ("format", "format_version", "kind", "architecture", "preprocessing", "classes", "provenance", "weights")
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """How an image becomes the model's input in evaluation."""
+
+    image_size: tuple[int, int] = (224, 224)
+    """Height and width."""
+    crop: str = "central"
+    """central: shorter side to central_ratio times the size, middle cut out; resize: the whole image, stretched."""
+    central_ratio: float = 256 / 224
+    antialias: bool = True
+    value_range: tuple[float, float] = (-1.0, 1.0)
+    """What black and white become. Models of other ranges have the difference folded into their patch embedding."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "image_size", _pair(self.image_size))
+        object.__setattr__(self, "value_range", tuple(self.value_range))
+        if self.crop not in ("central", "resize"):
+            raise ValueError(f"preprocessing.crop is central or resize, not {self.crop!r}")
+        if self.value_range != (-1.0, 1.0):
+            raise ValueError(f"preprocessing.value_range is always [-1, 1], not {list(self.value_range)}")
+
+    @classmethod
+    def of(cls, transform: Any) -> "Preprocessing":
+        """The evaluation part of a data transform's settings (softmoe.data.TransformConfig)."""
+        crop = evaluation_crop(transform.crop)
+        return cls(_pair(transform.image_size), crop, transform.central_ratio, transform.antialias)
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """What is known of a saved model without reading its weights."""
+
+    folder: Path
+    config: ViTConfig
+    preprocessing: Preprocessing
+    classes: tuple[str, ...] | None
+    files: dict[str, FileFacts]
+    dtypes: dict[str, int] | None = None
+    """Number of tensors of each type; None if it was not noted."""
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The contents of config.json."""
+        return {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "kind": "vit",
+            "architecture": self.config.to_dict(),
+            "preprocessing": asdict(self.preprocessing),
+            "classes": None if self.classes is None else list(self.classes),
+            "provenance": self.provenance,
+            "weights": {"dtypes": self.dtypes, "files": {name: asdict(facts) for name, facts in self.files.items()}},
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for the same architecture and weights, wherever they lie."""
+        said = {"architecture": self.config.to_dict(), "files": {n: f.sha256 for n, f in self.files.items()}}
+        return hashlib.blake2b(json.dumps(said, sort_keys=True).encode(), digest_size=12).hexdigest()
+
+
+def open_saved(where: str | Path, *, revision: str | None = None) -> SavedModel:
+    """The saved model that `where` leads to: its folder, a run's folder, a checkpoint, or a Hub id (user/name).
+
+    Of a run: its exported model/ if there is one, else the best checkpoint, else the last.
+    """
+    path = Path(where).expanduser()
+    if path.is_file():
+        raise ValueError(f"{path} is a file; give the folder of a saved model")
+    if not path.is_dir():
+        if hub.is_id(str(where)):
+            return read_saved(hub.download(str(where), revision))
+        raise ValueError(f"there is no folder {path}; expected a saved model, a run, or a Hub id such as user/name")
+    for folder in (path, path / "model"):
+        if is_saved(folder):
+            return read_saved(folder)
+    for folder in (path, path / "checkpoints" / "best", path / "checkpoints" / "last"):
+        if (folder / "manifest.json").is_file():
+            return read_checkpoint(folder)
+    raise ValueError(f"{path} is not a saved model: it has no config.json written by softmoe.save_pretrained")
+
+
+def is_saved(folder: Path) -> bool:
+    try:
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(values, dict) and values.get("format") == FORMAT
+
+
+def read_saved(folder: Path) -> SavedModel:
+    """Parse config.json. ValueError for anything in it that is not known or not as it must be."""
+    path = folder / "config.json"
+    values = read_json(path)
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        raise ValueError(f'{path} is not that of a saved model: it lacks "format": "{FORMAT}"')
+    if values.get("format_version") != FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has format version {values.get('format_version')!r}, but this softmoe reads version "
+            f"{FORMAT_VERSION}; update softmoe, or save the model again"
+        )
+    try:
+        check_keys(values, _KEYS, "")
+        missing = [key for key in _KEYS if key not in values]
+        if missing:
+            raise ValueError(f"{missing[0]!r} is missing")
+        if values["kind"] != "vit":
+            raise ValueError(f"the kind of model is {values['kind']!r}, expected 'vit'")
+        weights = values["weights"]
+        check_keys(weights, ("dtypes", "files"), "weights.")
+        return SavedModel(
+            folder,
+            parse_architecture(values["architecture"]),
+            parse_preprocessing(values["preprocessing"]),
+            parse_classes(values["classes"], values["architecture"].get("num_classes")),
+            parse_files(weights["files"]),
+            None if weights["dtypes"] is None else dict(weights["dtypes"]),
+            dict(values["provenance"]),
+        )
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} does not describe a model: {error}") from error
+
+
+def read_checkpoint(folder: Path) -> SavedModel:
+    """A training checkpoint as a saved model: the averaged weights if the run keeps them, for those were evaluated."""
+    try:
+        said = read_json(folder / "manifest.json")
+        name = "ema.safetensors" if "ema.safetensors" in said["files"] else "model.safetensors"
+        run = read_json(folder / "state.json")["config"]
+        transform = run["data"]["transform"]
+        size, crop = _pair(transform["image_size"]), evaluation_crop(transform["crop"])
+        return SavedModel(
+            folder,
+            parse_architecture(read_json(folder / "config.json")),
+            Preprocessing(size, crop, transform["central_ratio"], transform["antialias"]),
+            None,
+            parse_files({name: said["files"][name]}),
+            provenance={"run": run["run_name"], "step": said["step"], "recipe_data": run["data"]["train"]},
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{folder} is not a readable checkpoint: {error}") from error
+
+
+def parse_architecture(values: Mapping[str, Any]) -> ViTConfig:
+    check_keys(values, [f.name for f in fields(ViTConfig)], "architecture.")
+    if values.get("moe"):
+        check_keys(values["moe"], [f.name for f in fields(MoEConfig)], "architecture.moe.")
+    return ViTConfig.from_dict(dict(values))
+
+
+def parse_preprocessing(values: Mapping[str, Any]) -> Preprocessing:
+    check_keys(values, [f.name for f in fields(Preprocessing)], "preprocessing.")
+    return Preprocessing(**values)
+
+
+def parse_classes(values: list[str] | None, outputs: int | None) -> tuple[str, ...] | None:
+    if values is None:
+        return None
+    if not isinstance(values, list) or not all(isinstance(name, str) for name in values):
+        raise ValueError("classes must be a list of names, or null")
+    if len(values) != outputs:
+        raise ValueError(f"it names {len(values)} classes, but the model has {outputs or 'no'} outputs")
+    return tuple(values)
+
+
+def parse_files(values: Mapping[str, Mapping[str, Any]]) -> dict[str, FileFacts]:
+    for name in values:
+        if not FILE_NAME.fullmatch(name):  # also keeps us inside the folder
+            raise ValueError(f"{name!r} is not the name of a weight file")
+    if not values:
+        raise ValueError("no weight file is named")
+    return {name: FileFacts(int(facts["bytes"]), str(facts["sha256"])) for name, facts in values.items()}
+
+
+def check_keys(values: Any, known: Iterable[str], path: str) -> None:
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{path.rstrip('.') or 'it'} must be an object, not {values!r}")
+    known = list(known)
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
+            raise ValueError(f"unknown key {path + str(key)!r}, did you mean {path + near!r}?")
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+
+
+def evaluation_crop(crop: str) -> str:
+    """What a random crop of training becomes when nothing may be random."""
+    return {"inception": "central", "pad_crop": "resize"}.get(crop, crop)
+
+
+def _pair(size: int | tuple[int, int] | list[int]) -> tuple[int, int]:
+    pair = (size, size) if isinstance(size, int) else tuple(size)
+    if len(pair) != 2 or not all(type(side) is int and side > 0 for side in pair):
+        raise ValueError(f"image_size must be pixels or [height, width], not {size!r}")
+    return pair[0], pair[1]

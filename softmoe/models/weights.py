@@ -1,0 +1,222 @@
+"""Weight files: safetensors, in one piece or in shards, written and read one tensor at a time.
+
+Writing streams: a tensor is fetched, written and hashed, then let go, so saving a model costs no second copy of it.
+Reading maps the files into memory: nothing is copied until it is used. Nothing here can read a pickle.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+SHARD_BYTES = 4 * 10**9
+INDEX = "model.safetensors.index.json"
+FILE_NAME = re.compile(r"(model|ema)(-\d{5}-of-\d{5})?\.safetensors")
+_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+_PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")  # torch.save's zip, and plain pickles
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What is known of a tensor before it is there."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Spec":
+        return cls(tensor.dtype, tuple(tensor.shape))
+
+    @property
+    def bytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+def write_weights(
+    folder: Path,
+    specs: Mapping[str, Spec],
+    get: Callable[[str], Tensor],
+    *,
+    metadata: Mapping[str, str],
+    max_shard_bytes: int = SHARD_BYTES,
+) -> dict[str, FileFacts]:
+    """Write `get(name)` for every name, in one file, or in shards with an index if they are larger than allowed."""
+    shards = plan_shards(specs, max_shard_bytes)
+    if len(shards) == 1:
+        files = {"model.safetensors": shards[0]}
+    else:
+        files = {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, 1)}
+    facts = {
+        file: _write_file(folder / file, {n: specs[n] for n in names}, get, metadata) for file, names in files.items()
+    }
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": sum(spec.bytes for spec in specs.values())},
+            "weight_map": {name: file for file, names in files.items() for name in names},
+        }
+        write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
+    return facts
+
+
+def plan_shards(specs: Mapping[str, Spec], max_bytes: int) -> list[list[str]]:
+    """Names in order, cut where the next would not fit. A tensor that is too large alone has a shard to itself."""
+    if max_bytes < 1:
+        raise ValueError(f"max_shard_bytes must be at least 1, got {max_bytes}")
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, spec in specs.items():
+        if shards[-1] and size + spec.bytes > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += spec.bytes
+    return shards
+
+
+def _write_file(
+    path: Path, specs: Mapping[str, Spec], get: Callable[[str], Tensor], metadata: Mapping[str, str]
+) -> FileFacts:
+    names = sorted(specs, key=lambda name: -specs[name].dtype.itemsize)  # wide types first: all stay aligned
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name in names:
+        start, end = end, end + specs[name].bytes
+        code, shape = _CODES[specs[name].dtype], list(specs[name].shape)
+        header[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-(len(text) + 8) % 64)
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+
+        def put(data: Any) -> None:
+            file.write(data)
+            digest.update(data)
+
+        put(len(text).to_bytes(8, "little"))
+        put(text)
+        for name in names:
+            tensor = get(name).detach().to("cpu").contiguous()
+            assert Spec.of(tensor) == specs[name], name
+            put(tensor.reshape(-1).view(torch.uint8).numpy())
+        file.flush()
+        os.fsync(file.fileno())
+        return FileFacts(file.tell(), digest.hexdigest())
+
+
+def write_text(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def check_files(folder: Path, files: Mapping[str, FileFacts], *, hashes: bool) -> None:
+    """ValueError unless every file is there, is not a pickle, and has its size (and, if asked, its checksum)."""
+    for name, facts in files.items():
+        path = folder / name
+        if not path.is_file():
+            raise ValueError(f"the weight file {name} is missing from {folder}; copy or download the model again")
+        refuse_pickle(path)
+        size = path.stat().st_size
+        if size != facts.bytes:
+            raise ValueError(
+                f"{path} has {size} bytes instead of {facts.bytes}: it was cut or replaced; "
+                "copy or download the model again"
+            )
+    if hashes:
+        for name, facts in files.items():
+            if sha256(folder / name) != facts.sha256:
+                raise ValueError(
+                    f"{folder / name} does not have the SHA-256 that its config.json states: the file was changed, "
+                    "or the config.json is another model's"
+                )
+
+
+def refuse_pickle(path: Path) -> None:
+    with path.open("rb") as file:
+        start = file.read(8)
+    # a safetensors file starts with the length of its header, whose high bytes are zero
+    if start.startswith(_PICKLES) and start[4:] != b"\0\0\0\0":
+        raise ValueError(
+            f"{path} is a pickle (made by torch.save?) and not a safetensors file; "
+            "pickles can run any code when they are read, so it was not opened"
+        )
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class WeightFiles:
+    """The tensors of weight files by name, mapped into memory. Tensors outlive the files' closing."""
+
+    def __init__(self, folder: Path, files: Iterable[str]):
+        self._stack = ExitStack()
+        self._home: dict[str, Any] = {}
+        self.file_of: dict[str, str] = {}
+        self.metadata: dict[str, str] = {}
+        for file in files:
+            try:
+                handle = self._stack.enter_context(safe_open(folder / file, framework="pt", device="cpu"))
+                names, metadata = handle.keys(), handle.metadata()
+            except (SafetensorError, OSError) as error:
+                self._stack.close()
+                raise ValueError(f"{folder / file} is not a readable safetensors file: {_line(error)}") from error
+            for name in names:
+                if name in self._home:
+                    self._stack.close()
+                    raise ValueError(f"the tensor {name} is in two files of {folder}: {self.file_of[name]} and {file}")
+                self._home[name], self.file_of[name] = handle, file
+            self.metadata |= metadata or {}
+
+    def __enter__(self) -> "WeightFiles":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._home)
+
+    def spec(self, name: str) -> Spec:
+        """Type and shape, from the header alone."""
+        piece = self._home[name].get_slice(name)
+        code = piece.get_dtype()
+        if code not in _DTYPES:
+            raise ValueError(f"the tensor {name} has the type {code}, which softmoe does not read")
+        return Spec(_DTYPES[code], tuple(piece.get_shape()))
+
+    def tensor(self, name: str) -> Tensor:
+        return self._home[name].get_tensor(name)
+
+
+def _line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0].rstrip(".")
