@@ -46,9 +46,7 @@ def _sign(value: float, rng: np.random.Generator) -> float:
 
 
 def _affine(picture: Image.Image, matrix: tuple[float, ...]) -> Image.Image:
-    return picture.transform(
-        picture.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR, fillcolor=_GRAY
-    )
+    return picture.transform(picture.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR, fillcolor=_GRAY)
 
 
 def _shear_x(picture: Image.Image, strength: float, rng: np.random.Generator) -> Image.Image:

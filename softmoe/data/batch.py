@@ -49,9 +49,7 @@ class TooManyBroken(ValueError):
 def generator(seed: int, step: int, place: int, purpose: int) -> np.random.Generator:
     """A generator of its own for every (seed, step, place, purpose): Philox counts, it has no history."""
     key = np.array([seed % 2**64, 0], dtype=np.uint64)
-    return np.random.Generator(
-        np.random.Philox(key=key, counter=np.array([0, place, step, purpose], dtype=np.uint64))
-    )
+    return np.random.Generator(np.random.Philox(key=key, counter=np.array([0, place, step, purpose], dtype=np.uint64)))
 
 
 @dataclass(frozen=True)
@@ -124,9 +122,7 @@ def _assemble(
         candidates = [index]
         for tried, candidate in enumerate(candidates):
             try:
-                example, plan = _read(
-                    source, transform, candidate, rngs[k], ready[k] if ready and not tried else None
-                )
+                example, plan = _read(source, transform, candidate, rngs[k], ready[k] if ready and not tried else None)
             except BrokenImage as error:
                 broken.append((error.name, error.reason))
                 if replace is not None and tried == 0:
@@ -136,9 +132,7 @@ def _assemble(
             break
         else:
             if replace is not None:
-                raise TooManyBroken(
-                    f"{len(candidates)} images in a row cannot be read, the last is {broken[-1][0]}."
-                )
+                raise TooManyBroken(f"{len(candidates)} images in a row cannot be read, the last is {broken[-1][0]}.")
     return _stack(source, transform, rows, tuple(broken))
 
 

@@ -65,9 +65,7 @@ def tar_members(path: Path) -> Iterator[tuple[str, int, int]]:
                     yield member.name.removeprefix("./"), member.offset_data, member.size
                 tar.members = []  # pyright: ignore[reportAttributeAccessIssue]  # tarfile keeps every member it has seen; we keep our own
     except tarfile.TarError as error:
-        raise ValueError(
-            f"The file {path} is not a readable tar ({error}); download or pack it again."
-        ) from error
+        raise ValueError(f"The file {path} is not a readable tar ({error}); download or pack it again.") from error
 
 
 def cache_folder() -> Path:
@@ -100,9 +98,7 @@ def unpacked(path: Path) -> Path:
         os.replace(temporary, target)
     except (OSError, EOFError) as error:
         if isinstance(error, (gzip.BadGzipFile, EOFError)):
-            raise ValueError(
-                f"The file {path} is not a whole gzip file ({error}); download it again."
-            ) from error
+            raise ValueError(f"The file {path} is not a whole gzip file ({error}); download it again.") from error
         raise ValueError(
             f"Cannot unpack {path} into {target.parent} ({error}); set SOFTMOE_CACHE to a folder with room."
         ) from error

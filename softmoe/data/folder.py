@@ -28,15 +28,11 @@ class FolderSource:
 
     multi_label = False
 
-    def __init__(
-        self, root: Path, split: str, classes: list[str], titles: dict[str, str], found: dict[str, list]
-    ):
+    def __init__(self, root: Path, split: str, classes: list[str], titles: dict[str, str], found: dict[str, list]):
         """`found`: class -> [(name within the split, offset, size)]; `root` is a folder, or a tar read by
         offset."""
         ids = {name: i for i, name in enumerate(classes)}
-        rows = [
-            (ids[c], f"{c}/{name}", offset, size) for c in classes for name, offset, size in found.get(c, [])
-        ]
+        rows = [(ids[c], f"{c}/{name}", offset, size) for c in classes for name, offset, size in found.get(c, [])]
         self.classes = tuple(titles.get(c, c) for c in classes)
         self._root, self._split = root, split
         self._tar = ByteReader(root) if root.is_file() else None
@@ -73,9 +69,7 @@ class FolderSource:
 def open_folder(path: str, split: str) -> FolderSource:
     root = Path(path).expanduser()
     if not root.exists():
-        raise ValueError(
-            f"The data folder {root} does not exist; folder:PATH needs PATH/{split}/<class>/<image>."
-        )
+        raise ValueError(f"The data folder {root} does not exist; folder:PATH needs PATH/{split}/<class>/<image>.")
     if root.is_file():
         if not root.name.endswith(_TAR_SUFFIXES):
             raise ValueError(f"folder: needs a folder, a .tar or a .tar.gz, but {root} is neither.")
@@ -89,7 +83,7 @@ def open_folder(path: str, split: str) -> FolderSource:
     strangers = sorted(set(found) - set(classes))
     if strangers:
         raise ValueError(
-            f"{root}/{split} has the class {strangers[0]!r} ({len(strangers)} such), which {root}/train lacks; "
+            f"{root}/{split} has the class {strangers[0]!r} ({len(strangers)} such), not in {root}/train; "
             "every class to be scored must be one that is trained."
         )
     return FolderSource(stored, split, classes, titles, found)
@@ -97,11 +91,7 @@ def open_folder(path: str, split: str) -> FolderSource:
 
 def _checked_split(root: Path, tree: dict[str, dict[str, list]], split: str) -> dict[str, list]:
     if split not in tree:
-        there = (
-            sorted(tree) or sorted(p.name for p in root.iterdir() if p.is_dir())
-            if root.is_dir()
-            else sorted(tree)
-        )
+        there = sorted(tree) or sorted(p.name for p in root.iterdir() if p.is_dir()) if root.is_dir() else sorted(tree)
         raise ValueError(
             f"{root} has no folder {split!r} (it has {', '.join(there[:8]) or 'no folders'}); "
             f"folder:PATH needs PATH/{split}/<class>/<image>."
@@ -115,16 +105,13 @@ def _checked_split(root: Path, tree: dict[str, dict[str, list]], split: str) -> 
         )
     if empty:
         raise ValueError(
-            f"The class folder {root}/{split}/{empty[0]} holds no images ({len(empty)} such); "
-            "add images or remove it."
+            f"The class folder {root}/{split}/{empty[0]} holds no images ({len(empty)} such); add images or remove it."
         )
     return found
 
 
 def _scan_split(folder: Path) -> dict[str, list[tuple[str, int, int]]]:
-    classes = sorted(
-        entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")
-    )
+    classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
     return {c: sorted(_images_below(folder / c, "")) for c in classes}
 
 

@@ -29,9 +29,7 @@ class HfSource:
         kind = features[label] if label else None
         self.multi_label = kind is not None and not hasattr(kind, "num_classes") and hasattr(kind, "feature")
         self.classes = tuple(_class_names(rows, label, kind))
-        self.fingerprint = fingerprint(
-            "hf", name, split, str(rows._fingerprint), image, label or "", caption or ""
-        )
+        self.fingerprint = fingerprint("hf", name, split, str(rows._fingerprint), image, label or "", caption or "")
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -69,9 +67,7 @@ def open_hf(
     images = [name for name, kind in rows.features.items() if isinstance(kind, datasets.Image)]
     column = _column("image", image, rows.features, images[:1])
     if column is None:
-        raise ValueError(
-            f"hf:{path} has no image column (it has {', '.join(rows.features)}); add ?image=COLUMN."
-        )
+        raise ValueError(f"hf:{path} has no image column (it has {', '.join(rows.features)}); add ?image=COLUMN.")
     classes = [name for name, kind in rows.features.items() if isinstance(kind, datasets.ClassLabel)]
     label_column = _column("label", label, rows.features, [*classes, *_LABELS])
     caption_column = _column("caption", caption, rows.features, _CAPTIONS)

@@ -23,11 +23,7 @@ class IdxSource:
     def __init__(self, images: Path, labels: Path, split: str, classes: int):
         self._images, self._split = images, split
         self._labels = np.array(_mapped(labels))
-        if (
-            self._labels.ndim != 1
-            or self._pixels.ndim not in (3, 4)
-            or len(self._labels) != len(self._pixels)
-        ):
+        if self._labels.ndim != 1 or self._pixels.ndim not in (3, 4) or len(self._labels) != len(self._pixels):
             raise ValueError(
                 f"{images.name} has the shape {self._pixels.shape} and {labels.name} {self._labels.shape}; "
                 "expected (n, h, w) or (n, h, w, 3) images and (n,) labels."
@@ -62,10 +58,8 @@ def open_idx(path: str, split: str) -> IdxSource:
         )
     prefixes = _PREFIXES.get(split, (split,))
     images, labels = _find(folder, prefixes, "images"), unpacked(_find(folder, prefixes, "labels"))
-    trained = unpacked(
-        _find(folder, ("train", *prefixes), "labels")
-    )  # a class may be missing from a small split
-    classes = 1 + max(int(_mapped(file).max(initial=-1)) for file in (trained, labels))
+    trained = unpacked(_find(folder, ("train", *prefixes), "labels"))  # a class may be missing from a small split
+    classes = 1 + max(int(_mapped(file).max(initial=0)) for file in (trained, labels))
     return IdxSource(unpacked(images), labels, split, classes)
 
 

@@ -10,7 +10,9 @@ import itertools
 import logging
 import multiprocessing
 import signal
+import sys
 from collections.abc import Iterable, Iterator
+from types import TracebackType
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -135,7 +137,7 @@ def _made(
         num_workers=workers,
         prefetch_factor=prefetch,
         collate_fn=_as_is,
-        worker_init_fn=_ignore_interrupt,
+        worker_init_fn=_quiet,
         multiprocessing_context=_context(),
     )
     try:
@@ -156,9 +158,16 @@ def _as_is(batch: Any) -> Any:
     return batch
 
 
-def _ignore_interrupt(worker: int) -> None:
-    """Ctrl-C reaches every process of the terminal; the main one decides and the workers end with it."""
+def _quiet(worker: int) -> None:
+    """Ctrl-C reaches every process of the terminal; the main one decides and the workers end with it, silently: the
+    thread that hands over a finished batch may find the other end closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.excepthook = _except_lost_connection
+
+
+def _except_lost_connection(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not issubclass(kind, (ConnectionError, EOFError)):
+        sys.__excepthook__(kind, error, trace)
 
 
 def _context() -> Any:

@@ -20,9 +20,7 @@ def mixup(
     """
     shares = torch.as_tensor(weights, dtype=images.dtype, device=images.device)
     if shares.ndim not in (1, 2) or (shares.ndim == 2 and len(shares) != len(images)):
-        raise ValueError(
-            f"mixup weights are (size,) or (batch, size), batch {len(images)}, not {tuple(shares.shape)}."
-        )
+        raise ValueError(f"mixup weights are (size,) or (batch, size), batch {len(images)}, not {tuple(shares.shape)}.")
     if len(targets) != len(images) or not targets.is_floating_point():
         raise ValueError(
             f"mixup needs one float target row per image, not {targets.dtype} {tuple(targets.shape)} "

@@ -42,9 +42,7 @@ class ShapesSource:
         self.split, self.size, self.which, self.seed, self.length = split, size, which, seed, length
         self.classes = tuple(c.name for c in compositions(which))
         self.fingerprint = fingerprint("shapes", _VERSION, split, which, [size, seed, length])
-        self._key = int(
-            fingerprint("stream", split, [seed])[:16], 16
-        )  # streams of splits and seeds never meet
+        self._key = int(fingerprint("stream", split, [seed])[:16], 16)  # streams of splits and seeds never meet
 
     @cached_property
     def _table(self) -> np.ndarray:
@@ -63,9 +61,7 @@ class ShapesSource:
     def read_batch(self, indices: Sequence[int] | np.ndarray) -> list[Example]:
         rows = np.asarray(indices, dtype=np.int64)
         if rows.size and (rows.min() < 0 or rows.max() >= self.length):
-            raise IndexError(
-                f"shapes has the examples 0 to {self.length - 1}, not {rows.min()} to {rows.max()}"
-            )
+            raise IndexError(f"shapes has the examples 0 to {self.length - 1}, not {rows.min()} to {rows.max()}")
         labels = rows % len(self.classes)
         scenes = compose(self._table[labels], self._key, rows)
         pictures = draw(scenes, self.size)

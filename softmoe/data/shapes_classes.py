@@ -62,9 +62,7 @@ def compositions(which: str) -> tuple[Composition, ...]:
         textures = rng.permutation(len(TEXTURE_NAMES))[:_EACH].tolist()
         shapes = rng.permutation(len(SHAPES))[:_EACH].tolist()
         for texture, shape in zip(textures, shapes, strict=True):
-            second, relation, companion = (
-                int(rng.integers(len(x))) for x in (SECONDS, RELATIONS, COMPANIONS)
-            )
+            second, relation, companion = (int(rng.integers(len(x))) for x in (SECONDS, RELATIONS, COMPANIONS))
             classes.append(Composition(color, second, texture, shape, relation, companion_color, companion))
     held_out = set(rng.permutation(len(classes))[:_DOWNSTREAM].tolist())
     chosen = {

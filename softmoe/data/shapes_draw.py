@@ -111,9 +111,7 @@ def compose(classes: np.ndarray, key: int, indices: np.ndarray) -> Scenes:
     is_ = {name: relation == i for i, name in enumerate(RELATIONS)}
     # where the companion is, seen from the object: "above" means that the object is above its companion
     dx = np.select([is_["beside"], is_["behind"]], [side * along, across * 0.4], across)
-    dy = np.select(
-        [is_["above"], is_["below"], is_["beside"]], [-along, along, across], dice.span(-0.12, 0.12)
-    )
+    dy = np.select([is_["above"], is_["below"], is_["beside"]], [-along, along, across], dice.span(-0.12, 0.12))
     x = _fit(dice, big, small, dx)
     y = _fit(dice, big, small, dy)
     ground = _VISIBLE_GROUNDS[color, _SECOND_COLORS[second], companion_color, dice.pick(4)]

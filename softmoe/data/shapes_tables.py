@@ -110,7 +110,7 @@ OUTLINES: dict[str, Field] = {
     "ring": _minus(_disk(0.95), _disk(0.50)),
     "crescent": _minus(_disk(0.95), _disk(0.75, 0.45, 0.0)),
     "heart": _HEART,
-    "hexagon": _regular(6),
+    "frame": _minus(_box(0, 0, 0.80, 0.80), _box(0, 0, 0.44, 0.44)),
     "plank": _box(0, 0, 0.98, 0.36),
     "pillar": _box(0, 0, 0.36, 0.98),
     "arrow": _union(_polygon([(-0.9, 0.0), (0.0, 0.98), (0.9, 0.0)]), _box(0, -0.45, 0.30, 0.5)),

@@ -95,13 +95,9 @@ def parse_uri(uri: str) -> tuple[str, str, dict[str, str]]:
     scheme, _, path = address.partition(":")
     if scheme not in _SCHEMES:
         known = ", ".join(s if s in _WITHOUT_PATH else s + ":" for s in _SCHEMES)
-        raise ValueError(
-            f"Unknown data source {uri!r}: it starts with one of {known}.{_nearest(scheme, _SCHEMES)}"
-        )
+        raise ValueError(f"Unknown data source {uri!r}: it starts with one of {known}.{_nearest(scheme, _SCHEMES)}")
     if scheme in _WITHOUT_PATH and path:
-        raise ValueError(
-            f"The source {scheme!r} has no path, but {uri!r} gives {path!r}; write {scheme}?key=value."
-        )
+        raise ValueError(f"The source {scheme!r} has no path, but {uri!r} gives {path!r}; write {scheme}?key=value.")
     if scheme not in _WITHOUT_PATH and not path:
         raise ValueError(f"The source {uri!r} lacks its path; write {scheme}:PATH.")
     options = {}

@@ -99,9 +99,7 @@ class Transform:
         """(H, W, 3) uint8 of the wanted size, from the image at any resolution."""
         return self.apply_batch([image], [plan], [rng])[0]
 
-    def apply_batch(
-        self, images: list[np.ndarray], plans: list[Plan], rngs: list[np.random.Generator]
-    ) -> np.ndarray:
+    def apply_batch(self, images: list[np.ndarray], plans: list[Plan], rngs: list[np.random.Generator]) -> np.ndarray:
         """(B, H, W, 3) uint8. Each image has its own generator, so a batch equals its images one by one."""
         sized = [self._resized(image, plan) for image, plan in zip(images, plans, strict=True)]
         if not self.train:
@@ -185,9 +183,7 @@ def resize(
         return _sampled(image, size, (top, left, bottom, right))
     shrinks = bottom - top > size[0] and right - left > size[1]
     method = Image.Resampling.BOX if area and shrinks else Image.Resampling.BILINEAR
-    return np.asarray(
-        Image.fromarray(image).resize((size[1], size[0]), method, box=(left, top, right, bottom))
-    )
+    return np.asarray(Image.fromarray(image).resize((size[1], size[0]), method, box=(left, top, right, bottom)))
 
 
 def _sampled(image: np.ndarray, size: tuple[int, int], box: tuple[float, float, float, float]) -> np.ndarray:
@@ -195,9 +191,7 @@ def _sampled(image: np.ndarray, size: tuple[int, int], box: tuple[float, float, 
     top, left, bottom, right = box
 
     def neighbors(start: float, stop: float, count: int, limit: int):
-        place = np.clip(
-            start + (np.arange(count) + 0.5) * (stop - start) / count - 0.5, start, max(stop - 1, start)
-        )
+        place = np.clip(start + (np.arange(count) + 0.5) * (stop - start) / count - 0.5, start, max(stop - 1, start))
         low = np.clip(np.floor(place).astype(np.int64), 0, limit - 1)
         return low, np.minimum(low + 1, limit - 1), (place - low).astype(np.float32)
 

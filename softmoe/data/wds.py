@@ -65,9 +65,7 @@ class WdsSource:
         self._shards = [ByteReader(path) for path in shards]
         self._keys = Names(row.key for row in rows)
         self._shard = np.array([row.shard for row in rows], dtype=np.int32)
-        spans = [
-            (row.image or (0, 0), row.parts.get("json", (0, 0)), row.parts.get("txt", (0, 0))) for row in rows
-        ]
+        spans = [(row.image or (0, 0), row.parts.get("json", (0, 0)), row.parts.get("txt", (0, 0))) for row in rows]
         # image, json, txt; offset, size
         self._spans = np.array(spans, dtype=np.int64).reshape(-1, 3, 2)
         counts = [len(row.labels or ()) for row in rows]
@@ -94,9 +92,7 @@ class WdsSource:
         shard = self._shards[self._shard[index]]
         name = f"{self._titles[self._shard[index]]}/{self._keys[index]}"
         image, facts, text = (shard.read(int(o), int(n)) if n else b"" for o, n in self._spans[index])
-        captions = tuple(
-            line.strip() for line in text.decode("utf-8", "replace").splitlines() if line.strip()
-        )
+        captions = tuple(line.strip() for line in text.decode("utf-8", "replace").splitlines() if line.strip())
         if facts and not captions:
             captions = _caption_facts(facts)
         start = int(self._label_ends[index - 1]) if index else 0
@@ -118,7 +114,7 @@ def open_wds(
         raise ValueError(f"The option order is 'examples' or 'shards', not {order!r}.")
     if "{split}" not in pattern and split != "train" and split_name != "any":
         raise ValueError(
-            f"The pattern {pattern!r} would give the training shards for {split!r} as well; write {{split}} where "
+            f"The pattern {pattern!r} gives the training shards for {split!r} too; write {{split}} where "
             "the name differs, or add ?split_name=any if these are the right shards."
         )
     files = expand(pattern.replace("{split}", split))
@@ -126,9 +122,7 @@ def open_wds(
     titles = [path.name for path in files]
     rows = [row for number, shard in enumerate(shards) for row in _index(number, shard, titles[number])]
     if not rows:
-        raise ValueError(
-            f"The shards of {pattern!r} hold no images; an example needs a part {' or '.join(_IMAGES)}."
-        )
+        raise ValueError(f"The shards of {pattern!r} hold no images; an example needs a part {' or '.join(_IMAGES)}.")
     names = _class_names(files[0].parent, rows, positive_int("classes", classes) if classes else 0)
     return WdsSource(titles, shards, rows, names, positive_int("mix", mix) if order == "shards" else None)
 
@@ -139,9 +133,7 @@ def expand(pattern: str) -> list[Path]:
     for name in _expand_braces(str(Path(pattern).expanduser())):
         matches = sorted(glob.glob(name)) if glob.has_magic(name) else [name] if Path(name).is_file() else []
         if not matches:
-            raise ValueError(
-                f"No file {name} for the shards {pattern!r}; check the folder and the numbers in braces."
-            )
+            raise ValueError(f"No file {name} for the shards {pattern!r}; check the folder and the numbers in braces.")
         files += map(Path, matches)
     return files
 
@@ -159,9 +151,7 @@ def _expand_braces(pattern: str) -> Iterator[str]:
     elif "," in inside:
         choices = inside.split(",")
     else:
-        raise ValueError(
-            f"The braces {found.group()} in {pattern!r} are neither a range like {{000..010}} nor a list."
-        )
+        raise ValueError(f"The braces {found.group()} in {pattern!r} are neither a range like {{000..010}} nor a list.")
     for choice in choices:
         yield from _expand_braces(pattern[: found.start()] + choice + pattern[found.end() :])
 
@@ -208,9 +198,7 @@ def _label_facts(data: bytes, where: str) -> tuple[tuple[int, ...] | None, bool]
     except ValueError as error:
         raise ValueError(f"The json of {where} cannot be read: {error}.") from error
     value = (
-        next((facts[k] for k in ("label", "labels", "cls") if k in facts), None)
-        if isinstance(facts, dict)
-        else None
+        next((facts[k] for k in ("label", "labels", "cls") if k in facts), None) if isinstance(facts, dict) else None
     )
     if value is None:
         return None, False
@@ -221,9 +209,7 @@ def _label_facts(data: bytes, where: str) -> tuple[tuple[int, ...] | None, bool]
 def _caption_facts(data: bytes) -> tuple[str, ...]:
     facts = json.loads(data)
     value = (
-        next((facts[k] for k in ("captions", "caption", "text") if k in facts), ())
-        if isinstance(facts, dict)
-        else ()
+        next((facts[k] for k in ("captions", "caption", "text") if k in facts), ()) if isinstance(facts, dict) else ()
     )
     return (value,) if isinstance(value, str) else tuple(str(v) for v in value)
 
@@ -232,9 +218,7 @@ def _class_names(folder: Path, rows: list[_Row], stated: int) -> tuple[str, ...]
     labelled = [row for row in rows if row.labels is not None]
     if labelled and len(labelled) < len(rows):
         bare = next(row for row in rows if row.labels is None)
-        raise ValueError(
-            f"Some examples have labels but {bare.key} has none; give all or none a cls or json part."
-        )
+        raise ValueError(f"Some examples have labels but {bare.key} has none; give all or none a cls or json part.")
     largest = max((max(row.labels or (), default=-1) for row in rows), default=-1)
     count = stated or largest + 1
     names = [str(i) for i in range(count)]
@@ -245,7 +229,5 @@ def _class_names(folder: Path, rows: list[_Row], stated: int) -> tuple[str, ...]
         lookup = titles if isinstance(titles, dict) else {str(i): t for i, t in enumerate(titles)}
         names = [str(lookup.get(str(i), i)) for i in range(count)]
     if largest >= count:
-        raise ValueError(
-            f"The shards have the label {largest}, outside the {count} classes that were stated."
-        )
+        raise ValueError(f"The shards have the label {largest}, outside the {count} classes that were stated.")
     return tuple(names)

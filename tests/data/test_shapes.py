@@ -1,0 +1,141 @@
+"""The generator of pictures."""
+
+import pickle
+from itertools import chain
+
+import numpy as np
+import pytest
+
+from softmoe.data import open_source
+from softmoe.data.shapes_classes import COMPANIONS, PAINTS, RELATIONS, SECONDS, SHAPES, TEXTURE_NAMES, compositions
+from softmoe.data.shapes_draw import compose, draw
+from softmoe.data.shapes_tables import OUTLINES, _grid
+
+
+def test_deterministic():
+    """An example depends on (seed, split, index) only: alone, in any batch, after pickling."""
+    source = open_source("shapes", "train")
+    batch = source.read_batch([5, 900_000, 5, 77])
+    for k, index in ((0, 5), (1, 900_000), (2, 5), (3, 77)):
+        alone = pickle.loads(pickle.dumps(source))[index]
+        assert np.array_equal(batch[k].image, alone.image)
+        assert (batch[k].labels, batch[k].captions) == (alone.labels, alone.captions)
+
+
+def test_streams_differ():
+    """Splits and seeds share no picture."""
+    sources = [open_source("shapes", "train"), open_source("shapes", "val"), open_source("shapes?seed=1", "train")]
+    pictures = {source[i].image.tobytes() for source in sources for i in range(20)}
+    assert len(pictures) == 60
+    assert len({source.fingerprint for source in sources}) == 3
+
+
+def test_sizes_and_lengths():
+    """The size option draws the same scene finer; lengths can be set."""
+    small, large = open_source("shapes", "val"), open_source("shapes?size=64", "val")
+    a = small[3].image.astype(float)
+    b = large[3].image.astype(float).reshape(32, 2, 32, 2, 3).mean((1, 3))
+    assert np.corrcoef(a.ravel(), b.ravel())[0, 1] > 0.9
+    assert small[3].captions == large[3].captions
+    assert (len(open_source("shapes", "train")), len(small)) == (2**20, 5760)
+    assert len(open_source("shapes?length=10", "train")) == 10
+    with pytest.raises(IndexError, match="0 to 9"):
+        open_source("shapes?length=10", "train")[10]
+
+
+def test_class_sets():
+    """Upstream and downstream classes share no composition, and every part of a downstream class is seen upstream."""
+    upstream, downstream = compositions("upstream"), compositions("downstream")
+    assert (len(upstream), len(downstream)) == (288, 104)
+    assert len({c.name for c in compositions("all")}) == 392
+    assert not set(upstream) & set(downstream)
+    for field in upstream[0]._fields:
+        seen = {getattr(c, field) for c in upstream}
+        assert {getattr(c, field) for c in downstream} <= seen
+        everything = (PAINTS, SECONDS, TEXTURE_NAMES, SHAPES, RELATIONS, PAINTS, COMPANIONS)
+        assert len(seen) == len(everything[upstream[0]._fields.index(field)])
+
+
+def test_labels_are_balanced():
+    """Any run of as many examples as classes holds each class once."""
+    source = open_source("shapes?classes=downstream", "train")
+    assert len(source.classes) == 104
+    labels = [e.labels[0] for e in source.read_batch(range(1000, 1104))]
+    assert sorted(labels) == list(range(104))
+
+
+def test_captions_name_the_class():
+    """Each caption says the texture, shape, relation and companion of the label."""
+    source = open_source("shapes?classes=all", "train")
+    synonyms = {"above": "over", "below": "under", "beside": "next to", "behind": "in back of"}
+    for example in source.read_batch(range(400)):
+        it = compositions("all")[example.labels[0]]
+        assert len(set(example.captions)) == 2
+        for caption in example.captions:
+            for word in (TEXTURE_NAMES[it.texture], SHAPES[it.shape], COMPANIONS[it.companion]):
+                assert word in caption
+            relation = RELATIONS[it.relation]
+            assert relation in caption or synonyms[relation] in caption
+            assert " a o" not in caption
+            assert " a hour" not in caption
+    words = set(chain.from_iterable(c.split() for e in source.read_batch(range(400)) for c in e.captions))
+    assert set(PAINTS) | set(SECONDS) <= words
+
+
+def _scenes(relation: str, count: int = 200):
+    chosen = [c for c in compositions("all") if RELATIONS[c.relation] == relation]
+    table = np.array([chosen[i % len(chosen)] for i in range(count)])
+    return compose(table, key=9, indices=np.arange(count))
+
+
+@pytest.mark.parametrize("relation", RELATIONS)
+def test_scenes_obey_the_relation(relation):
+    """The object is where its class says, both are within the picture, and a mirror image says the same."""
+    scenes = _scenes(relation)
+    a, b = scenes.object, scenes.companion
+    dx, dy, reach = b.x - a.x, b.y - a.y, a.radius + b.radius
+    if relation == "behind":
+        assert (np.hypot(dx, dy) < a.radius).all()
+    elif relation == "beside":
+        assert (np.abs(dx) > 0.8 * reach).all()
+        assert (np.abs(dy) < 0.4).all()
+        assert 0.3 < (dx > 0).mean() < 0.7
+    else:
+        assert (dy * (1 if relation == "below" else -1) > 0.8 * reach).all()
+        assert (np.abs(dx) < 0.4).all()
+    for one in (a, b):
+        assert (np.abs(one.x) + one.radius < 1.25).all()
+        assert (np.abs(one.y) + one.radius < 1.25).all()
+
+
+def test_colors_are_on_the_picture():
+    """At the companion's center the picture has the companion's color, under a light that is known."""
+    scenes = _scenes("beside")
+    scenes.twigs, scenes.noise[:, 0] = [], 0
+    scenes.light[:] = (1, 0, 0)
+    pictures = draw(scenes, 64)
+    solid = [k for k in range(200) if SHAPES[scenes.companion.shape[k]] in ("disk", "square", "cross")]
+    for k in solid:
+        row = int((1 - scenes.companion.y[k]) * 32)
+        column = int((1 + scenes.companion.x[k]) * 32)
+        assert np.abs(pictures[k, row, column] - scenes.companion.color[k]).max() < 2
+
+
+def test_every_outline_fits_its_table():
+    """Shapes stay near the unit circle (so that little is cut off) and are large enough to be seen."""
+    x, y = _grid()
+    for name, outline in OUTLINES.items():
+        inside = outline(x, y) < 0
+        assert np.hypot(x, y)[inside].max() < 1.25, name
+        assert inside.mean() * 16 > 0.9, name
+        apart = [np.mean(inside != (other(x, y) < 0)) * 16 for n, other in OUTLINES.items() if n != name]
+        assert min(apart) > 0.3, name
+
+
+def test_golden():
+    """The pictures of a released version do not change. Means, as the last bit of a sine may differ by machine."""
+    images = np.stack([e.image for e in open_source("shapes", "train").read_batch(range(64))])
+    np.testing.assert_allclose(images.mean((0, 1, 2)), GOLDEN_MEAN, atol=0.05)
+
+
+GOLDEN_MEAN = (121.821, 113.085, 103.937)
