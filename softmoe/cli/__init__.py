@@ -7,6 +7,8 @@ from importlib import import_module
 COMMANDS = {
     "bench": "time the layer and the models against the machine's roofline",
     "cost": "parameters, FLOPs and the paper's cost columns, before anything runs",
+    "quickstart": "train a small Soft MoE and its dense twin, and compare them",
+    "report": "one page for one or several runs",
     "train": "train a model from a recipe",
 }
 

@@ -1,0 +1,1 @@
+"""Experiments that train several runs and compare them."""

@@ -1,0 +1,43 @@
+"""The first thing to run: a small Soft MoE and its dense twin on `shapes`, at equal FLOPs, side by side."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from softmoe.recipes import quickstart, quickstart_dense
+from softmoe.report import RunRecord, load_run, write_report
+from softmoe.report.curves import comparison, save_png
+from softmoe.train import TrainConfig, train
+
+TITLE = "A small Soft MoE and its dense twin"
+
+
+@dataclass(frozen=True)
+class Quickstart:
+    """What came out. `records` is empty when a signal ended it early; calling again goes on."""
+
+    records: list[RunRecord]
+    curves: Path | None = None
+    report: Path | None = None
+
+
+def run_quickstart(runs: Path, *, seed: int = 0, tiny: bool = False) -> Quickstart:
+    """Train both, or go on where an earlier call was stopped, and write curves.png and report.html."""
+    records = []
+    for module in (quickstart, quickstart_dense):
+        config = placed(module.tiny() if tiny else module.recipe(), runs, module.__name__.rsplit(".", 1)[1], seed)
+        print(f"training {config.run_name}", flush=True)
+        result = train(config)
+        if result.signal is not None:
+            return Quickstart([])
+        records.append(load_run(result.folder.path))
+    lead = (
+        "Both models cost the same FLOPs to train and see the same stream of generated images. "
+        "Curves against computation and time: higher, and further to the left, is better.",
+    )
+    picture = save_png(comparison(records), runs / "quickstart.png")
+    page = write_report(records, runs / records[0].name / "report.html", title=TITLE, lead=lead)
+    return Quickstart(records, picture, page)
+
+
+def placed(config: TrainConfig, runs: Path, name: str, seed: int) -> TrainConfig:
+    return replace(config, runs=str(runs), run_name=name if seed == 0 else f"{name}_seed{seed}", seed=seed)

@@ -1,0 +1,80 @@
+"""Reports: read back what training wrote, compare it truly, and let nothing in a name run in the page."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from softmoe.cli import main
+from softmoe.recipes import quickstart, quickstart_dense
+from softmoe.report import differences, load_run, summary_table, write_report
+from softmoe.report.curves import as_svg, comparison, router_health
+from softmoe.report.summary import as_text
+from softmoe.studies.quickstart import placed
+from softmoe.train import train
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    names = {"soft <script>alert(1)<": quickstart, "dense": quickstart_dense}
+    folders = []
+    for name, module in names.items():
+        config = placed(module.tiny(), folder, "run", 0)
+        config = replace(config, run_name=name, log=replace(config.log, every=1))
+        folders.append(train(config).folder.path)
+    return folders
+
+
+def test_record_is_what_training_wrote(runs: list[Path]) -> None:
+    """Settings, model and curves come back from the files."""
+    soft, dense = map(load_run, runs)
+    assert soft.model.moe is not None
+    assert dense.model.moe is None
+    steps, losses = soft.curve("step", "loss")
+    assert steps == list(range(1, soft.config.steps + 1))
+    assert all(loss > 0 for loss in losses)
+    assert soft.last("images") == soft.config.steps * soft.config.data.batch_size
+    assert set(soft.routers("scale")) == {f"encoder.blocks.{i}.mlp" for i in soft.model.moe_blocks}
+    assert dense.routers("scale") == {}
+
+
+def test_a_torn_last_line_is_passed_over(runs: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((runs[0] / "config.json").read_text())
+    whole = (runs[0] / "metrics.jsonl").read_text()
+    (tmp_path / "metrics.jsonl").write_text(whole + '{"step": 99, "lo')
+    assert load_run(tmp_path).rows == load_run(runs[0]).rows
+
+
+def test_table_and_differences(runs: list[Path]) -> None:
+    """One line per run with the true cost; only keys that differ are listed."""
+    records = [load_run(folder) for folder in runs]
+    table = summary_table(records)
+    assert [line[0] for line in table[1:]] == [record.name for record in records]
+    assert len({len(line) for line in as_text(table).splitlines()}) == 1
+    keys = {line[0] for line in differences(records)}
+    assert any(key.startswith("model.") for key in keys)
+    assert "seed" not in keys
+    assert "run_name" not in keys
+
+
+def test_page_is_whole_and_escaped(runs: list[Path], tmp_path: Path) -> None:
+    """A run's name cannot run script; the page refers to nothing outside itself."""
+    page = write_report([load_run(folder) for folder in runs], tmp_path / "page.html").read_text()
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    assert "<svg" in page
+    assert "src=" not in page
+    assert '<link rel="stylesheet"' not in page
+
+
+def test_figures(runs: list[Path]) -> None:
+    soft, dense = map(load_run, runs)
+    assert as_svg(comparison([soft, dense])).lstrip().startswith("<svg")
+    assert router_health(soft) is not None
+    assert router_health(dense) is None
+
+
+def test_not_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    assert "not the folder of a run" in capsys.readouterr().err
