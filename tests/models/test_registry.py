@@ -87,6 +87,12 @@ def test_overrides_reach_the_model_and_its_experts():
     assert isinstance(blocks[0].attention.query_norm, torch.nn.Identity)
 
 
+@pytest.mark.parametrize(("depth", "blocks"), [(1, ()), (2, (1,)), (3, (2,)), (12, (6, 7, 8, 9, 10, 11))])
+def test_experts_stand_in_the_second_half(depth, blocks):
+    """The last depth // 2 blocks; an odd middle block stays dense."""
+    assert model_config("soft_ti16_4e", depth=depth).moe_blocks == blocks
+
+
 @pytest.mark.parametrize(("name", "noise"), [("soft", 0.0), ("tokens_choice", 1.0), ("experts_choice", 1.0)])
 def test_noise_by_default(name, noise):
     """Sparse routers are trained with noise, soft ones without."""

@@ -150,6 +150,13 @@ def test_slots_without_a_token_stay_empty():
     assert routing.dispatch(x)[:, 1:].abs().max() == 0
 
 
+def test_a_real_token_with_a_vanished_gate_comes_before_a_masked_one():
+    """Gates that underflow to 0 are no reason to take padding."""
+    logits = torch.tensor([[[9.0, 0.0], [-5000.0, 0.0]]], dtype=torch.float64)
+    routing = gate_router(2, capacity=1)(logits, torch.tensor([[False, True]]))
+    assert routing.token_of_slot_NS.tolist() == [[1], [1]]
+
+
 def test_noise_is_only_for_training_and_divided_by_the_experts():
     """Deviation noise_std / N in training, nothing in evaluation; no auxiliary loss either way."""
     router = ExpertsChoiceRouter(8, 16, noise_std=2.0).double()

@@ -1,5 +1,7 @@
 """Soft MoE has no data-dependent shape: compilers, exporters and function transforms take the layer as it is."""
 
+import shutil
+
 import pytest
 import torch
 from torch.func import functional_call, grad, jvp, vmap
@@ -42,6 +44,20 @@ def test_compiles_without_a_graph_break(name, masked):
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the code generator needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch's own
+def test_compiles_to_machine_code(monkeypatch, tmp_path):
+    """Once through the real code generator (without vector instructions, which take it much longer)."""
+    torch.compiler.reset()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    layer = SoftMoE(16, 4, 2).eval()
+    options = {"cpp_cache_precompile_headers": False, "cpp.simdlen": 0, "compile_threads": 1}
+    compiled = torch.compile(layer, fullgraph=True, options=options)
+    x = torch.randn(2, 6, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), layer(x))
 
 
 def test_exports_with_dynamic_batch_and_tokens():
