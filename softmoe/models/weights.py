@@ -19,6 +19,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 SHARD_BYTES = 4 * 10**9
+ALIGNMENT = 64
+"""Bytes. Products of matrices at other addresses are slower and end in other last bits than before saving. So files
+begin with the tensors that fill whole multiples, and the few others (scalars, small biases) are copied on loading."""
 INDEX = "model.safetensors.index.json"
 FILE_NAME = re.compile(r"(model|ema)(-\d{5}-of-\d{5})?\.safetensors")
 _CODES = {
@@ -102,7 +105,7 @@ def plan_shards(specs: Mapping[str, Spec], max_bytes: int) -> list[list[str]]:
 def _write_file(
     path: Path, specs: Mapping[str, Spec], get: Callable[[str], Tensor], metadata: Mapping[str, str]
 ) -> FileFacts:
-    names = sorted(specs, key=lambda name: -specs[name].dtype.itemsize)  # wide types first: all stay aligned
+    names = sorted(specs, key=lambda name: (specs[name].bytes % ALIGNMENT > 0, -specs[name].dtype.itemsize))
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name in names:
@@ -110,7 +113,7 @@ def _write_file(
         code, shape = _CODES[specs[name].dtype], list(specs[name].shape)
         header[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-(len(text) + 8) % 64)
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)
     digest = hashlib.sha256()
     with path.open("wb") as file:
 
@@ -160,9 +163,8 @@ def check_files(folder: Path, files: Mapping[str, FileFacts], *, hashes: bool) -
 
 def refuse_pickle(path: Path) -> None:
     with path.open("rb") as file:
-        start = file.read(8)
-    # a safetensors file starts with the length of its header, whose high bytes are zero
-    if start.startswith(_PICKLES) and start[4:] != b"\0\0\0\0":
+        start = file.read(9)
+    if start.startswith(_PICKLES) and start[8:] != b"{":  # safetensors: eight bytes of length, then JSON
         raise ValueError(
             f"{path} is a pickle (made by torch.save?) and not a safetensors file; "
             "pickles can run any code when they are read, so it was not opened"
@@ -215,7 +217,9 @@ class WeightFiles:
         return Spec(_DTYPES[code], tuple(piece.get_shape()))
 
     def tensor(self, name: str) -> Tensor:
-        return self._home[name].get_tensor(name)
+        """A view of the mapped file, or a copy if its address is odd."""
+        tensor = self._home[name].get_tensor(name)
+        return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
 
 
 def _line(error: Exception) -> str:

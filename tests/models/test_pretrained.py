@@ -199,13 +199,13 @@ def test_plan_of_shards():
 
 
 def test_tensors_one_by_one(tmp_path):
-    """`save_tensors` asks for every tensor once, in order, and writes what `save_pretrained` does."""
+    """`save_tensors` asks for every tensor once and writes what `save_pretrained` does."""
     model = tiny()
     state, asked = model.state_dict(), []
     specs = {name: Spec.of(tensor) for name, tensor in state.items()}
     save_tensors(model.config, specs, lambda name: asked.append(name) or state[name], tmp_path / "a")
     softmoe.save_pretrained(model, tmp_path / "b")
-    assert asked == list(state)
+    assert sorted(asked) == sorted(state)
     assert sha256(tmp_path / "a" / "model.safetensors") == sha256(tmp_path / "b" / "model.safetensors")
 
 
@@ -437,7 +437,7 @@ def test_wrong_number_of_experts_in_foreign_files(saved):
     save_file(load_file(saved / "model.safetensors"), saved / "model.safetensors")
     edit(saved, lambda values: values["architecture"]["moe"].update(num_experts=8))
     restate(saved)
-    refused(saved, "do not fit its config.json", "(4, ", "(8, ")
+    refused(saved, "do not fit its config.json", "(32, 4, 1)", "(32, 8, 1)")
 
 
 def test_missing_and_extra_tensors(saved):
