@@ -38,10 +38,11 @@ class ShapesSource:
 
     multi_label = False
 
-    def __init__(self, split: str, size: int, which: str, seed: int, length: int):
+    def __init__(self, split: str, size: int, which: str, seed: int, length: int, clutter: float):
         self.split, self.size, self.which, self.seed, self.length = split, size, which, seed, length
+        self.clutter = clutter
         self.classes = tuple(c.name for c in compositions(which))
-        self.fingerprint = fingerprint("shapes", _VERSION, split, which, [size, seed, length])
+        self.fingerprint = fingerprint("shapes", _VERSION, split, which, [size, seed, length, round(clutter * 1000)])
         self._key = int(fingerprint("stream", split, [seed])[:16], 16)  # streams of splits and seeds never meet
 
     @cached_property
@@ -63,7 +64,7 @@ class ShapesSource:
         if rows.size and (rows.min() < 0 or rows.max() >= self.length):
             raise IndexError(f"shapes has the examples 0 to {self.length - 1}, not {rows.min()} to {rows.max()}")
         labels = rows % len(self.classes)
-        scenes = compose(self._table[labels], self._key, rows)
+        scenes = compose(self._table[labels], self._key, rows, self.clutter)
         pictures = draw(scenes, self.size)
         wording = (uniforms(self._key ^ 0x5EED, rows, 1)[:, 0] * 2**20).astype(int)
         return [
@@ -95,7 +96,7 @@ class ShapesSource:
 
 
 def open_shapes(
-    split: str, *, size: str = "32", classes: str = "upstream", seed: str = "0", length: str = ""
+    split: str, *, size: str = "32", classes: str = "upstream", seed: str = "0", length: str = "", clutter: str = "1"
 ) -> ShapesSource:
     if classes not in CLASS_SETS:
         raise ValueError(f"shapes has the class sets {', '.join(CLASS_SETS)}, not {classes!r}.")
@@ -105,4 +106,14 @@ def open_shapes(
     pixels = positive_int("size", size)
     if not 8 <= pixels <= 512:
         raise ValueError(f"shapes draws pictures of 8 to 512 pixels a side, not {pixels}.")
-    return ShapesSource(split, pixels, classes, int(seed), count)
+    return ShapesSource(split, pixels, classes, int(seed), count, _share("clutter", clutter))
+
+
+def _share(name: str, value: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 1:
+        raise ValueError(f"The option {name} must be a number from 0 to 1, not {value!r}.")
+    return number

@@ -25,6 +25,7 @@ from softmoe.data.shapes_tables import CELLS, SPAN
 
 _PEBBLES, _TWIGS = 3, 1
 _CHUNK = 32  # images drawn together: arrays of 32 x 32 x 32 floats stay in the second-level cache
+_OUTSIDE = 9.0  # a place that no picture shows
 _DRAWS = 96  # uniform numbers a scene may use
 _PALETTE = np.array([tables.COLORS[name] for name in COLOR_NAMES], dtype=np.float32)
 _TWIG_COLORS = np.array([(92, 70, 48), (58, 50, 44), (150, 128, 100), (120, 120, 116)], dtype=np.float32)
@@ -101,8 +102,10 @@ class _Dice:
         return self.span(0, count).astype(np.int64)
 
 
-def compose(classes: np.ndarray, key: int, indices: np.ndarray) -> Scenes:
-    """Scenes for compositions (B, 7), drawn from (key, index) alone."""
+def compose(classes: np.ndarray, key: int, indices: np.ndarray, clutter: float = 1.0) -> Scenes:
+    """Scenes for compositions (B, 7), drawn from (key, index) alone.
+
+    `clutter` in [0, 1] scales all that makes a scene harder: pebbles, twigs, uneven light and noise."""
     dice = _Dice(uniforms(key, indices, _DRAWS))
     color, second, texture, shape, relation, companion_color, companion = classes.T
     big, small = dice.span(0.48, 0.66), dice.span(0.20, 0.28)
@@ -127,13 +130,14 @@ def compose(classes: np.ndarray, key: int, indices: np.ndarray) -> Scenes:
     )
     shift = np.stack([dice.span(0, 0.5), dice.span(0, 0.5)], axis=1) * ~_CENTERED[texture][:, None]
     ground_place = np.stack([dice.span(0, CELLS), dice.span(0, CELLS), dice.span(0.7, 1.3)], axis=1)
-    light = np.stack([dice.span(0.75, 1.15), dice.span(-0.3, 0.3), dice.span(-0.3, 0.3)], axis=1)
-    noise = np.stack([dice.span(2, 9), dice.span(0, 2**16)], axis=1)
+    light = np.stack([dice.span(-0.25, 0.15), dice.span(-0.3, 0.3), dice.span(-0.3, 0.3)], axis=1) * clutter
+    light[:, 0] += 1
+    noise = np.stack([dice.span(2, 9) * clutter, dice.span(0, 2**16)], axis=1)
     return Scenes(
         main,
         small_one,
-        [_pebble(dice) for _ in range(_PEBBLES)],
-        [_twig(dice, main) for _ in range(_TWIGS)],
+        [_pebble(dice, clutter) for _ in range(_PEBBLES)],
+        [_twig(dice, main, clutter) for _ in range(_TWIGS)],
         texture,
         _jittered(dice, _SECOND_COLORS[second]),
         dice.span(0.85, 1.15),
@@ -158,18 +162,17 @@ def _jittered(dice: _Dice, color: np.ndarray) -> np.ndarray:
     return np.clip(_PALETTE[color] + wobble, 0, 255)
 
 
-def _pebble(dice: _Dice) -> Placed:
-    shape, x, y = dice.pick(len(SHAPES)), dice.span(-1, 1), dice.span(-1, 1)
-    return Placed(
-        shape, x, y, dice.span(0.07, 0.14), dice.span(0, 2 * np.pi), _jittered(dice, dice.pick(len(_PALETTE)))
-    )
+def _pebble(dice: _Dice, clutter: float) -> Placed:
+    shape, color = dice.pick(len(SHAPES)), _jittered(dice, dice.pick(len(_PALETTE)))
+    x, y = np.where(dice.span(0, 1) < clutter, dice.span(-1, 1), _OUTSIDE), dice.span(-1, 1)
+    return Placed(shape, x, y, dice.span(0.07, 0.14), dice.span(0, 2 * np.pi), color)
 
 
-def _twig(dice: _Dice, main: Placed) -> Placed:
-    """A thin stick that touches the object's edge; half of them lie outside the picture: absent."""
-    where, present = dice.span(0, 2 * np.pi), dice.span(0, 1) < 0.5
+def _twig(dice: _Dice, main: Placed, clutter: float) -> Placed:
+    """A thin stick that touches the object's edge; half of them lie outside the picture, that is, are absent."""
+    where, present = dice.span(0, 2 * np.pi), dice.span(0, 1) < 0.5 * clutter
     reach = dice.span(0.5, 1.1) * main.radius
-    x = np.where(present, main.x + reach * np.cos(where), 9.0)
+    x = np.where(present, main.x + reach * np.cos(where), _OUTSIDE)
     y = main.y + reach * np.sin(where)
     color = _TWIG_COLORS[dice.pick(len(_TWIG_COLORS))]
     shape = np.full(len(x), SHAPES.index("plank"))

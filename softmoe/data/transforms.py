@@ -173,30 +173,41 @@ def resize(
     antialias: bool = True,
     area: bool = False,
 ) -> np.ndarray:
-    """Cut `box` out of (h, w, 3) uint8 and bring it to `size` (height, width)."""
+    """Cut `box` out of (h, w, 3) uint8, to the nearest pixel, and bring it to `size` (height, width).
+
+    `area` averages when shrinking (each pixel counts alike); otherwise bilinear, with or without antialiasing.
+    """
     height, width = image.shape[:2]
     if (height, width) == size and box == WHOLE:
         return image
-    top, left = box[0] * height, box[1] * width
-    bottom, right = min(top + box[2] * height, height), min(left + box[3] * width, width)
-    if not antialias and not area:
-        return _sampled(image, size, (top, left, bottom, right))
-    shrinks = bottom - top > size[0] and right - left > size[1]
-    method = Image.Resampling.BOX if area and shrinks else Image.Resampling.BILINEAR
-    return np.asarray(Image.fromarray(image).resize((size[1], size[0]), method, box=(left, top, right, bottom)))
+    rows, columns = _pixels(box[0], box[2], height), _pixels(box[1], box[3], width)
+    part = image[rows, columns]
+    if area and part.shape[0] >= size[0] and part.shape[1] >= size[1]:
+        return np.asarray(Image.fromarray(part).resize((size[1], size[0]), Image.Resampling.BOX))
+    if not antialias:
+        return _sampled(part, size)
+    # torch's kernel for bytes is four times as fast as Pillow's
+    channels_last = torch.from_numpy(np.ascontiguousarray(part)).permute(2, 0, 1)[None]
+    resized = torch.nn.functional.interpolate(channels_last, size=size, mode="bilinear", antialias=True)
+    return resized[0].permute(1, 2, 0).numpy()
 
 
-def _sampled(image: np.ndarray, size: tuple[int, int], box: tuple[float, float, float, float]) -> np.ndarray:
+def _pixels(start: float, share: float, length: int) -> slice:
+    """At least one whole pixel of `length`, from a start and a share of it."""
+    first = min(round(start * length), length - 1)
+    return slice(first, max(first + 1, min(round((start + share) * length), length)))
+
+
+def _sampled(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     """Bilinear at pixel centers, four neighbors each and no averaging, cut off to whole numbers."""
-    top, left, bottom, right = box
 
-    def neighbors(start: float, stop: float, count: int, limit: int):
-        place = np.clip(start + (np.arange(count) + 0.5) * (stop - start) / count - 0.5, start, max(stop - 1, start))
-        low = np.clip(np.floor(place).astype(np.int64), 0, limit - 1)
-        return low, np.minimum(low + 1, limit - 1), (place - low).astype(np.float32)
+    def neighbors(count: int, length: int):
+        place = np.clip((np.arange(count) + 0.5) * length / count - 0.5, 0, length - 1)
+        low = place.astype(np.int64)
+        return low, np.minimum(low + 1, length - 1), (place - low).astype(np.float32)
 
-    r0, r1, down = neighbors(top, bottom, size[0], image.shape[0])
-    c0, c1, across = neighbors(left, right, size[1], image.shape[1])
+    r0, r1, down = neighbors(size[0], image.shape[0])
+    c0, c1, across = neighbors(size[1], image.shape[1])
     across, down = across[None, :, None], down[:, None, None]
     upper = image[r0][:, c0] * (1 - across) + image[r0][:, c1] * across
     lower = image[r1][:, c0] * (1 - across) + image[r1][:, c1] * across
@@ -210,6 +221,8 @@ def flip(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 def to_tensor(images: np.ndarray) -> torch.Tensor:
     """(..., H, W, 3) uint8 -> (..., 3, H, W) float32 in [-1, 1]."""
-    axes = (*range(images.ndim - 3), images.ndim - 1, images.ndim - 3, images.ndim - 2)
-    planes = torch.from_numpy(np.ascontiguousarray(images.transpose(axes)))
-    return planes.to(torch.float32).mul_(2 / 255).sub_(1)
+    planes = np.empty((*images.shape[:-3], 3, *images.shape[-3:-1]), dtype=np.float32)
+    for channel in range(3):
+        np.multiply(images[..., channel], np.float32(2 / 255), out=planes[..., channel, :, :])
+    planes -= 1
+    return torch.from_numpy(planes)
