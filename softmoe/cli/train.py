@@ -27,7 +27,9 @@ A run stopped by Ctrl-C or SIGTERM saves first and exits with 130 or 143; the sa
 class Arguments:
     """Train a model."""
 
-    config: Annotated[TrainConfig, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff] = field(default_factory=TrainConfig)
+    config: Annotated[TrainConfig, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff] = field(
+        default_factory=TrainConfig
+    )
     dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print the settings, the cost and the memory needed, and stop."""
 

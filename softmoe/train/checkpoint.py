@@ -76,7 +76,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Tensors) -> None:
         name, _, part = key.rpartition("/")
         if name not in parameters:
             raise ValueError(f"the checkpoint has optimizer state of {name!r}, which this run does not train")
-        optimizer.state[parameters[name]][part] = value.to(parameters[name].device)
+        optimizer.state[parameters[name]][part] = value.to(parameters[name].device, copy=True)  # not a map of the file
 
 
 def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:

@@ -27,7 +27,7 @@ def test_soft_numbers():
 
 
 def test_sparse_numbers():
-    """With one slot per expert and equal tokens all choose one expert: all but one token are dropped, N - 1 experts idle."""
+    """Equal tokens all choose one expert with one slot: all but one are dropped and N - 1 experts are idle."""
     router = TokensChoiceRouter(4, 4, capacity_factor=0.5).eval()
     numbers = router_health(router, router(torch.ones(1, 8, 4)))
     assert numbers == {"drop_rate": 7 / 8, "idle_experts": 3 / 4, "max_load": 1.0}

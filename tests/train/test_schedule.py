@@ -1,4 +1,5 @@
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -59,7 +60,7 @@ def test_rises_then_falls(section: ScheduleSection, steps: int):
     rates = [rate(t) for t in range(steps + 1)]
     rising, falling = rates[: section.warmup + 1], rates[section.warmup :]
     assert rising == sorted(rising)
-    assert all(a >= b - 1e-12 * section.peak for a, b in zip(falling, falling[1:], strict=False))
+    assert all(a >= b - 1e-12 * section.peak for a, b in pairwise(falling))
     if section.cooldown:
         assert rates[-1] == 0.0
 

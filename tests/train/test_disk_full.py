@@ -1,0 +1,60 @@
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from softmoe.train import train
+from softmoe.train.folder import RunFolder
+from softmoe.train.metrics import read_metrics
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path):
+    """A real file system of 600 kB in memory, where the system lets us have one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    try:
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", folder], capture_output=True)
+    except OSError:
+        pytest.skip("no mount here")
+    if done.returncode:
+        pytest.skip("no right to mount a file system")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def fill(path: Path) -> None:
+    """Until nothing more goes in."""
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(b"x" * 4096)
+
+
+def test_a_run_survives_a_full_disk(make_config, small_disk: Path, capfd: pytest.CaptureFixture):
+    """The disk fills up during steps 3 to 6 of 8: the run says so, keeps its last good checkpoint, loses no line of
+    metrics and no step, and saves again when there is room."""
+    config = make_config(steps=8, runs=str(small_disk), **{"log.every": 1, "evaluation.every": 1})
+    filler, calls = small_disk / "filler", [0]
+
+    def score(model, batches) -> dict[str, float]:
+        calls[0] += 1
+        if calls[0] == 3:
+            folder = RunFolder.of(config).checkpoints
+            while not (folder / "step_00000002").exists():  # its save is in the background
+                pass
+            fill(filler)
+        if calls[0] == 7:
+            filler.unlink()
+        return {"top1": 0.5}
+
+    assert train(config, evaluators={"val": score}).step == 8
+    said = capfd.readouterr().err
+    assert "could not save step 4" in said
+    assert "No space left on device" in said
+    assert "training goes on, the last good one is of step 2" in said
+    folder = RunFolder.of(config)
+    assert [r["step"] for r in read_metrics(folder.metrics) if "loss" in r] == list(range(1, 9))
+    assert {p.name for p in folder.checkpoints.iterdir() if not p.is_symlink()} >= {"step_00000008"}
+    assert not list(folder.checkpoints.glob(".partial*"))
+    assert train(config).step == 8

@@ -1,0 +1,66 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from softmoe import recipes
+from softmoe.budget import cost
+from softmoe.train import TrainConfig, train
+from softmoe.train.metrics import read_metrics
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_every_recipe_trains_two_steps(name: str, tmp_path: Path):
+    """The tiny mode runs, evaluates and saves; the settings are valid and named after the recipe."""
+    recipes.load(name).check()
+    config = recipes.load(name, "tiny")
+    assert config.run_name == name
+    result = train(replace(config, runs=str(tmp_path), log=replace(config.log, quiet=True)))
+    assert result.step == 2
+    assert len(read_metrics(result.folder.metrics)) == 3
+    assert (result.folder.checkpoints / "last" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_every_recipe_has_a_docstring(name: str):
+    """With its command, its time and its expected result."""
+    text = recipes.find(name).__doc__ or ""
+    assert f"softmoe train {name}" in text
+    assert "Time:" in text
+    assert "Expected result:" in text
+
+
+def test_the_quickstart_twins_cost_the_same():
+    """Equal FLOPs within 10 %, many more parameters."""
+    soft, dense = (recipes.load(name) for name in ("quickstart", "quickstart_dense"))
+    assert soft.steps == dense.steps
+    costs = [cost(c.model.resolve(260, c.data.transform.image_size)) for c in (soft, dense)]
+    assert costs[0].train_flops == pytest.approx(costs[1].train_flops, rel=0.1)
+    assert costs[0].params > 3 * costs[1].params
+
+
+def test_a_users_own_file(tmp_path: Path):
+    """A .py file with recipe() works as ours do; its run is named after the file."""
+    path = tmp_path / "mine.py"
+    path.write_text("from softmoe.train import TrainConfig\ndef recipe():\n    return TrainConfig(steps=7)\n")
+    assert recipes.load(str(path)) == TrainConfig(steps=7, run_name="mine")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("x = 1", r"has no function recipe\(\)"), ("def recipe():\n    return 3", "must return a TrainConfig, got int")],
+)
+def test_wrong_files(tmp_path: Path, text: str, message: str):
+    """Said in one sentence."""
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        recipes.load(str(path))
+
+
+def test_unknown_recipes_offer_the_nearest(tmp_path: Path):
+    """Names and files."""
+    with pytest.raises(ValueError, match="no recipe 'quickstrat', did you mean 'quickstart'"):
+        recipes.load("quickstrat")
+    with pytest.raises(ValueError, match="no recipe file"):
+        recipes.load(str(tmp_path / "nothing.py"))
