@@ -9,8 +9,10 @@ from __future__ import annotations
 import itertools
 import logging
 import multiprocessing
+import os
 import signal
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any
@@ -137,32 +139,47 @@ def _made(
         num_workers=workers,
         prefetch_factor=prefetch,
         collate_fn=_as_is,
-        worker_init_fn=_quiet,
+        worker_init_fn=_prepare_worker,
         multiprocessing_context=_context(),
     )
+    started = False
     try:
         for result in made:
+            started = True
             if isinstance(result, Exception):
                 raise result
             yield result
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
-        raise WorkerDied(
-            f"A data worker was stopped from outside, most likely for lack of memory ({_first_line(error)}); "
-            f"use fewer workers than {workers} or a smaller prefetch than {prefetch}."
-        ) from error
+        raise WorkerDied(_obituary(_first_line(error), workers, prefetch, started)) from error
+
+
+def _obituary(reason: str, workers: int, prefetch: int, started: bool) -> str:
+    advice = f"use fewer workers than {workers} or a smaller prefetch than {prefetch}"
+    if not started:  # the other common cause shows at once
+        advice += ', and see that a script of your own starts its work under `if __name__ == "__main__":`'
+    return f"A data worker was stopped from outside, most likely for lack of memory ({reason}); {advice}."
 
 
 def _as_is(batch: Any) -> Any:
     return batch
 
 
-def _quiet(worker: int) -> None:
+def _prepare_worker(worker: int) -> None:
     """Ctrl-C reaches every process of the terminal; the main one decides and the workers end with it, silently: the
-    thread that hands over a finished batch may find the other end closed."""
+    thread that hands over a finished batch may find the other end closed. A killed main process takes them along."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.excepthook = _except_lost_connection
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """DataLoader's own watch looks at the parent's number, which is the fork server's: it outlives the main process."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _except_lost_connection(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

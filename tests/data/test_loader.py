@@ -280,8 +280,9 @@ SCRIPT = """
 """
 
 
-def test_interrupt_is_quiet(tmp_path):
-    """Ctrl-C reaches the whole process group: the main process ends with its workers, without a word on stderr."""
+@pytest.fixture
+def running(tmp_path):
+    """A process of its own group that reads batches with two workers; given when it has the first."""
     script = tmp_path / "run.py"
     script.write_text(textwrap.dedent(SCRIPT))
     with subprocess.Popen(
@@ -294,9 +295,21 @@ def test_interrupt_is_quiet(tmp_path):
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        os.killpg(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (0, "interrupted\n", "")
+        yield process
+
+
+def test_interrupt_is_quiet(running):
+    """Ctrl-C reaches the whole process group: the main process ends with its workers, without a word on stderr."""
+    os.killpg(running.pid, signal.SIGINT)
+    out, err = running.communicate(timeout=60)
+    assert (running.returncode, out, err) == (0, "interrupted\n", "")
+
+
+def test_killed_run_leaves_nobody(running):
+    """When the main process is killed its workers end too: nobody holds the output open any more."""
+    running.kill()
+    out, err = running.communicate(timeout=60)  # returns when the last process has closed its end
+    assert (running.returncode, out, err) == (-signal.SIGKILL, "", "")
 
 
 class Deadly(Few):
