@@ -61,9 +61,8 @@ def main() -> None:
         loaded = int(run(LOAD, target, "trust" if wanted.no_verify else "verify"))
         files = sorted(path.name for path in Path(target).glob("*.safetensors"))
     print(f"weights              {weights / 1e9:8.3f} GB, {experts} experts a layer, {len(files)} file(s)")
-    print(
-        f"peak while saving    {after / 1e9:8.3f} GB, {(after - before) / weights:.3f} times the weights above holding them"
-    )
+    more = (after - before) / weights
+    print(f"peak while saving    {after / 1e9:8.3f} GB, {more:.3f} times the weights above holding them")
     print(f"imports alone        {baseline / 1e9:8.3f} GB")
     print(f"peak while loading   {loaded / 1e9:8.3f} GB")
     print(f"loading costs        {(loaded - baseline) / weights:8.3f} times the weights")

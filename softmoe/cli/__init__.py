@@ -7,6 +7,9 @@ from importlib import import_module
 COMMANDS = {
     "bench": "time the layer and the models against the machine's roofline",
     "cost": "parameters, FLOPs and the paper's cost columns, before anything runs",
+    "evaluate": "accuracy, loss and calibration of a saved model",
+    "fewshot": "how well a few examples of each class tell the classes apart",
+    "predict": "the likeliest classes of images in files",
     "quickstart": "train a small Soft MoE and its dense twin, and compare them",
     "report": "one page for one or several runs",
     "train": "train a model from a recipe",

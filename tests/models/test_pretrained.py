@@ -56,7 +56,7 @@ def restate(folder: Path) -> None:
 
 
 def refused(folder: Path | str, *words: str, **options) -> None:
-    with pytest.raises(ValueError, match=".") as caught:
+    with pytest.raises(ValueError, match=r".") as caught:
         softmoe.from_pretrained(folder, **options)
     text = str(caught.value)
     assert "\n" not in text
@@ -625,6 +625,6 @@ def test_what_cannot_be_saved(tmp_path):
     specs = {name: Spec.of(tensor) for name, tensor in model.state_dict().items()}
     with pytest.raises(ValueError, match="but the model needs"):
         save_tensors(wider, specs, model.state_dict().__getitem__, tmp_path / "m")
-    with pytest.raises(ValueError, match="unknown key 'preprocessing.size'"):
+    with pytest.raises(ValueError, match=r"unknown key .preprocessing\.size."):
         softmoe.save_pretrained(model, tmp_path / "m", preprocessing={"size": 3})
     assert not (tmp_path / "m").exists()

@@ -1,0 +1,174 @@
+"""Features of a whole source, computed once, kept on disk, shared by all evaluators.
+
+    CACHE/features/<key>/{features.npy, labels.npy, indices.npy, facts.json}
+
+The key is a hash of the weights, the data's fingerprint and the preprocessing, so a change of any of them is another
+entry. CACHE is $SOFTMOE_CACHE or ~/.cache/softmoe. An entry is written beside and renamed: it is whole or not there.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from softmoe.data import Batch, Source, Transform, evaluation_batches
+from softmoe.data.files import cache_folder
+from softmoe.evaluate.classify import evaluating
+from softmoe.models import VisionTransformer
+
+_VERSION = 1
+Progress = Callable[[int, int], None]
+"""Called with the images done and their number."""
+
+
+@dataclass(frozen=True)
+class Features:
+    """n images as vectors."""
+
+    vectors: np.ndarray
+    """(n, D) float32, mapped from the file."""
+    labels: np.ndarray
+    """(n,) class numbers, -1 without; or (n, C) with 1 where a class applies."""
+    indices: np.ndarray
+    """(n,) which examples of the source these are: unreadable ones are left out."""
+    classes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.vectors)
+
+    def single_labels(self) -> np.ndarray:
+        if self.labels.ndim != 1 or (len(self.labels) and self.labels.min() < 0):
+            raise ValueError("this evaluation needs data with exactly one label per image")
+        return self.labels
+
+
+def extract(
+    model: VisionTransformer,
+    source: Source,
+    transform: Transform,
+    *,
+    batch_size: int = 256,
+    workers: int = 0,
+    cache: Path | bool | None = True,
+    progress: Progress | None = None,
+) -> Features:
+    """The vector before the head for every image of the source: from the cache if they are there, else computed.
+
+    `cache` is a folder, True for the usual one, or False (None) to keep the features in memory only.
+    """
+    root = cache_folder() / "features" if cache is True else Path(cache) if cache else None
+    if root is None:
+        with tempfile.TemporaryDirectory() as folder:
+            _compute(model, source, transform, Path(folder), batch_size, workers, progress)
+            return _read(Path(folder), source.classes, mapped=False)
+    entry = root / cache_key(model, source, transform)
+    if not _whole(entry):
+        _fill(entry, lambda folder: _compute(model, source, transform, folder, batch_size, workers, progress))
+    return _read(entry, source.classes)
+
+
+def cache_key(model: VisionTransformer, source: Source, transform: Transform) -> str:
+    config = asdict(transform.config)
+    kept = ("image_size", "central_ratio", "antialias")  # all that evaluation looks at
+    seen = {"crop": transform.crop} | {name: config[name] for name in kept}
+    said = [_VERSION, model_hash(model), source.fingerprint, seen]
+    return hashlib.blake2b(json.dumps(said, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def model_hash(model: VisionTransformer) -> str:
+    """A hash of the architecture and of every weight, so a model changed in memory is another model."""
+    digest = hashlib.blake2b(json.dumps(model.config.to_dict(), sort_keys=True).encode(), digest_size=16)
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _compute(
+    model: VisionTransformer,
+    source: Source,
+    transform: Transform,
+    folder: Path,
+    batch_size: int,
+    workers: int,
+    progress: Progress | None,
+) -> None:
+    """Write the arrays batch by batch: the memory needed does not grow with the data."""
+    assert not transform.train, "features are those of evaluation images"
+    if not len(source):
+        raise ValueError("the data is empty: it holds no images")
+    rows = len(source)
+    device = next(model.parameters()).device
+    vectors: np.memmap | None = None
+    labels, indices, done = [], [], 0
+    with evaluating(model):
+        for batch in evaluation_batches(source, transform, batch_size, workers=workers):
+            if len(batch):
+                found = batch_features(model, batch, device)
+                if vectors is None:
+                    shape = (rows, found.shape[1])
+                    vectors = np.lib.format.open_memmap(folder / "features.npy", "w+", np.float32, shape)
+                vectors[done : done + len(found)] = found
+                labels.append(batch.labels.numpy())
+                indices.append(batch.indices.numpy())
+                done += len(found)
+            if progress is not None:
+                progress(min(done, rows), rows)
+    if vectors is None:
+        raise ValueError("none of the images could be read")
+    vectors.flush()
+    np.save(folder / "labels.npy", np.concatenate(labels))
+    np.save(folder / "indices.npy", np.concatenate(indices))
+    size = (folder / "features.npy").stat().st_size
+    (folder / "facts.json").write_text(json.dumps({"count": done, "bytes": size}))
+
+
+def batch_features(model: VisionTransformer, batch: Batch, device: torch.device) -> np.ndarray:
+    vectors_BD = model.forward_head(model.forward_features(batch.images.to(device)), pre_logits=True)
+    if not vectors_BD.isfinite().all():
+        raise ValueError("the model's features are not finite numbers: its weights are damaged or training diverged")
+    return vectors_BD.float().cpu().numpy()
+
+
+def _read(folder: Path, classes: tuple[str, ...], *, mapped: bool = True) -> Features:
+    count = json.loads((folder / "facts.json").read_text())["count"]
+    vectors = np.load(folder / "features.npy", mmap_mode="r" if mapped else None, allow_pickle=False)
+    labels, indices = (np.load(folder / f"{name}.npy", allow_pickle=False) for name in ("labels", "indices"))
+    return Features(vectors[:count], labels, indices, tuple(classes))
+
+
+def _whole(entry: Path) -> bool:
+    try:
+        facts = json.loads((entry / "facts.json").read_text())
+        return (entry / "features.npy").stat().st_size == facts["bytes"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _fill(entry: Path, write: Callable[[Path], None]) -> None:
+    """Make the entry in a hidden folder and rename it. If another process was faster, theirs is as good."""
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(dir=entry.parent, prefix=f".{entry.name}-"))
+    except OSError as error:
+        raise ValueError(
+            f"features cannot be kept in {entry.parent} ({error.strerror}); set SOFTMOE_CACHE to another folder"
+        ) from error
+    try:
+        write(partial)
+        if entry.exists() and not _whole(entry):
+            shutil.rmtree(entry)
+        try:
+            os.rename(partial, entry)
+        except OSError:
+            if not _whole(entry):
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,186 @@
+"""What the evaluators are given: a model with its preprocessing, and sources of images named on the command line."""
+
+import glob
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from softmoe.data import BrokenImage, Example, Source, Transform, TransformConfig, open_source
+from softmoe.data.decode import decode
+from softmoe.data.folder import IMAGE_SUFFIXES
+from softmoe.data.source import MinSide, fingerprint
+from softmoe.models import VisionTransformer
+from softmoe.models.pretrained import Preprocessing, SavedModel, load_saved, open_saved
+
+ReadBatch = Callable[[Sequence[int] | np.ndarray], list[Example]]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model ready to be evaluated."""
+
+    model: VisionTransformer
+    saved: SavedModel
+    preprocessing: Preprocessing
+
+    @property
+    def transform(self) -> Transform:
+        return evaluation_transform(self.preprocessing)
+
+    def class_names(self) -> tuple[str, ...]:
+        count = self.model.config.num_classes or 0
+        return self.saved.classes or tuple(f"class {i}" for i in range(count))
+
+
+def load(where: str | Path, *, device: str = "auto", image_size: int | tuple[int, int] | None = None) -> Loaded:
+    """The saved model, run or Hub id; at another resolution if asked."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    saved = open_saved(where)
+    p = saved.preprocessing
+    if image_size is not None:
+        p = replace(p, image_size=(image_size, image_size) if isinstance(image_size, int) else image_size)
+    return Loaded(load_saved(saved, device), saved, p)
+
+
+def evaluation_transform(p: Preprocessing) -> Transform:
+    config = TransformConfig(image_size=p.image_size, crop=p.crop, central_ratio=p.central_ratio, antialias=p.antialias)
+    return Transform(config, train=False)
+
+
+def open_data(text: str, split: str) -> Source:
+    """A source as `softmoe train` names it; a plain path of a folder or tar means folder:PATH."""
+    path = Path(text).expanduser()
+    return open_source(f"folder:{text}" if path.exists() else text, split)
+
+
+class Subset:
+    """Some examples of a source, in its order."""
+
+    def __init__(self, source: Source, indices: np.ndarray):
+        self.source, self.indices = source, np.sort(indices)
+        self.classes, self.multi_label = source.classes, source.multi_label
+        self.fingerprint = fingerprint("subset", source.fingerprint, self.indices.tolist())
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Example:
+        return self.read(index)
+
+    def read(self, index: int, min_side: MinSide = None) -> Example:
+        return self.source.read(int(self.indices[index]), min_side)
+
+    @property
+    def read_batch(self) -> ReadBatch | None:
+        inner = getattr(self.source, "read_batch", None)
+        return None if inner is None else lambda indices: inner(self.indices[np.asarray(indices, dtype=np.int64)])
+
+
+def random_subset(source: Source, examples: int | None, seed: int = 0) -> Source:
+    """So many examples at random, or all."""
+    if examples is not None and examples < 1:
+        raise ValueError(f"the number of examples must be at least 1, got {examples}")
+    if examples is None or examples >= len(source):
+        return source
+    return Subset(source, np.random.default_rng(seed).choice(len(source), examples, replace=False))
+
+
+class Relabeled:
+    """A source whose classes are numbered as the model numbers them."""
+
+    def __init__(self, source: Source, classes: tuple[str, ...], numbers: tuple[int, ...]):
+        self.source, self.classes, self.numbers = source, classes, numbers
+        self.multi_label = source.multi_label
+        self.fingerprint = fingerprint("relabeled", source.fingerprint, json.dumps(classes), numbers)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Example:
+        return self.read(index)
+
+    def read(self, index: int, min_side: MinSide = None) -> Example:
+        return self._renumber(self.source.read(index, min_side))
+
+    @property
+    def read_batch(self) -> ReadBatch | None:
+        inner = getattr(self.source, "read_batch", None)
+        return None if inner is None else lambda indices: [self._renumber(example) for example in inner(indices)]
+
+    def _renumber(self, example: Example) -> Example:
+        return replace(example, labels=tuple(self.numbers[label] for label in example.labels))
+
+
+def match_classes(source: Source, classes: Sequence[str] | None, outputs: int) -> tuple[Source, str]:
+    """The source with labels in the model's numbering, and how they were matched: by name or by number.
+
+    By name if the model knows its classes and all of the data's are among them (data of a few of the classes works
+    too); else by number, if there are as many.
+    """
+    if not source.classes:
+        raise ValueError("this data has no classes, so nothing can be right or wrong")
+    if classes is not None and set(source.classes) <= set(classes) and len(set(classes)) == len(classes):
+        numbers = tuple(classes.index(name) for name in source.classes)
+        if numbers == tuple(range(outputs)):
+            return source, "name"
+        return Relabeled(source, tuple(classes), numbers), "name"
+    if len(source.classes) == outputs:
+        return source, "number"
+    unknown = [] if classes is None else [name for name in source.classes if name not in classes]
+    why = f", and the model does not know its class {unknown[0]!r}" if unknown else ""
+    raise ValueError(f"the data has {len(source.classes)} classes, but the model has {outputs}{why}")
+
+
+class FileSource:
+    """Image files without labels, for prediction."""
+
+    classes: tuple[str, ...] = ()
+    multi_label = False
+
+    def __init__(self, paths: Sequence[Path]):
+        self.paths = list(paths)
+        self.fingerprint = fingerprint("files", *(str(path) for path in self.paths))
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> Example:
+        return self.read(index)
+
+    def read(self, index: int, min_side: MinSide = None) -> Example:
+        name = str(self.paths[index])
+        try:
+            data = self.paths[index].read_bytes()
+        except OSError as error:
+            raise BrokenImage(name, error.strerror or str(error)) from error
+        return Example(decode(data, name, min_side), (), name=name)
+
+
+def find_images(patterns: Sequence[str]) -> list[Path]:
+    """Files as they are named, all images below folders, and what patterns match; sorted within each, each once.
+
+    A name that matches nothing stays in the list, to be reported with the unreadable ones.
+    """
+    found: dict[Path, None] = {}
+    for pattern in patterns:
+        path = Path(pattern).expanduser()
+        if path.is_dir():
+            below = [p for p in path.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file()]
+            if not below:
+                raise ValueError(f"the folder {path} holds no images; known endings are {' '.join(IMAGE_SUFFIXES)}")
+            found |= dict.fromkeys(sorted(below))
+        elif path.exists() or not glob.has_magic(pattern):
+            found[path] = None
+        else:
+            matches = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
+            if not matches:
+                raise ValueError(f"no file matches {pattern!r}")
+            found |= dict.fromkeys(p for p in matches if p.is_file())
+    if not found:
+        raise ValueError("give at least one image, folder or pattern")
+    return list(found)
