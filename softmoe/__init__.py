@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from softmoe.budget import cost
+    from softmoe.convert import upcycle
     from softmoe.models import create_model, list_models
     from softmoe.models.pretrained import from_pretrained, hub, save_pretrained
     from softmoe.moe import SoftMoE
@@ -23,13 +24,14 @@ _HOME = {
     "create_model": "softmoe.models",
     "list_models": "softmoe.models",
     "cost": "softmoe.budget",
+    "upcycle": "softmoe.convert",
     "from_pretrained": "softmoe.models.pretrained",
     "hub": "softmoe.models.pretrained",
     "save_pretrained": "softmoe.models.pretrained",
 }
 _ROOMS = ("budget", "convert", "data", "evaluate", "models", "moe")
 
-__all__ = ["SoftMoE", "cost", "create_model", "from_pretrained", "hub", "list_models", "save_pretrained"]
+__all__ = ["SoftMoE", "cost", "create_model", "from_pretrained", "hub", "list_models", "save_pretrained", "upcycle"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,157 @@
+"""A Soft (or sparse) MoE from a dense vision transformer: experts are copies of its MLPs.
+
+    start = upcycle(dense, num_experts=128, init="closest", images=images)
+    start.model, print(start.distance)
+
+Letters: B images, M tokens, D width, H hidden width, N experts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from softmoe.convert.upcycle_distance import Distance, distance
+from softmoe.convert.upcycle_routers import WAYS, can_start_near, refine, start_near
+from softmoe.models import MoEConfig, VisionTransformer
+from softmoe.models.transformer import MLP, Block
+from softmoe.moe import Experts, MoE
+
+INITS = ("copy", *WAYS, "closest")
+NOISE_IMAGES = 8
+
+
+@dataclass(frozen=True)
+class Upcycled:
+    model: VisionTransformer
+    distance: Distance
+    """From the dense model, at once."""
+
+
+@torch.no_grad()
+def upcycle(
+    dense: VisionTransformer,
+    num_experts: int,
+    slots_per_expert: int = 1,
+    *,
+    blocks: str | Sequence[int] = "last_half",
+    router: str = "soft",
+    init: str = "copy",
+    noise: float = 0.0,
+    images: Tensor | None = None,
+    **options: Any,
+) -> Upcycled:
+    """Replace the MLPs of `blocks` ("last_half", or indices) by MoE layers whose experts are copies of them.
+
+    `init` says how the routers start: "copy" leaves them fresh; "centers" and "positions" set them from the tokens of
+    `images` (B, 3, height, width) so that each token comes back from a slot with tokens like it, or with its
+    neighbors; "closest" takes for each layer the better of the two and refines it by gradient descent. `noise` is the
+    deviation of what is added to each expert, relative to that of the weights. `options` are further fields of
+    MoEConfig.
+    """
+    config = dense.config
+    if config.moe is not None:
+        raise ValueError("only a dense model can be upcycled, and this one has experts already")
+    if init not in INITS:
+        raise ValueError(f"init must be one of {', '.join(INITS)}, got {init!r}")
+    if noise < 0:
+        raise ValueError(f"noise must not be negative, got {noise}")
+    unknown = [name for name in options if name not in {f.name for f in fields(MoEConfig)}]
+    if unknown:
+        raise ValueError(f"unknown option {unknown[0]!r}: options are fields of MoEConfig")
+    moe = MoEConfig(
+        router=router,
+        num_experts=num_experts,
+        slots_per_expert=slots_per_expert,
+        blocks=None if blocks == "last_half" else parse_blocks(blocks),
+        **options,
+    )
+    model = copy_model(dense, replace(config, moe=moe))
+    if init != "copy":
+        if images is None:
+            raise ValueError(f"init={init!r} looks at the tokens of real images: give images=, or use init='copy'")
+        fit_routers(dense, model, images, init)
+    if noise:
+        add_noise(model, noise)
+    looked_at = images if images is not None else random_images(model)
+    return Upcycled(model, distance(dense, model, looked_at, real=images is not None))
+
+
+def parse_blocks(blocks: str | Sequence[int]) -> tuple[int, ...]:
+    if isinstance(blocks, str):
+        raise ValueError(f"blocks must be 'last_half' or indices, got {blocks!r}")
+    return tuple(blocks)
+
+
+def copy_model(dense: VisionTransformer, config: Any) -> VisionTransformer:
+    """Everything of `dense`, its MLPs N times where `config` has experts."""
+    first = next(dense.parameters())
+    model = VisionTransformer(config).to(dtype=first.dtype, device=first.device)
+    old = dense.state_dict()
+    kept = {name: old[name] for name in model.state_dict() if name in old}
+    model.load_state_dict(kept, strict=False)
+    for index in config.moe_blocks:
+        layer, mlp = layers(model, index), layers(dense, index)
+        assert isinstance(layer, MoE)
+        assert isinstance(layer.experts, Experts)
+        assert isinstance(mlp, MLP)
+        e = layer.experts
+        for stacked, value in (
+            (e.w1, mlp.fc1.weight.T),
+            (e.b1, mlp.fc1.bias),
+            (e.w2, mlp.fc2.weight.T),
+            (e.b2, mlp.fc2.bias),
+        ):
+            stacked.copy_(value.expand_as(stacked))
+    return model.train(dense.training)
+
+
+def layers(model: VisionTransformer, index: int) -> MoE | MLP:
+    block = model.encoder.blocks[index]
+    assert isinstance(block, Block)
+    assert isinstance(block.mlp, MoE | MLP)
+    return block.mlp
+
+
+def fit_routers(dense: VisionTransformer, model: VisionTransformer, images: Tensor, init: str) -> None:
+    """Layer after layer, each on the tokens that reach it through the layers already set."""
+    modes = dense.training, model.training
+    dense.eval(), model.eval()
+    x_BMD = encoder_input(model, images)
+    for index, block in enumerate(model.encoder.blocks):
+        assert isinstance(block, Block)
+        x_BMD = x_BMD + block.attention(block.norm1(x_BMD))
+        normed_BMD = block.norm2(x_BMD)
+        if isinstance(block.mlp, MoE) and can_start_near(block.mlp.router):
+            mlp = layers(dense, index)
+            start_near(block.mlp, mlp, normed_BMD, tuple(WAYS) if init == "closest" else (init,))
+            if init == "closest":
+                refine(block.mlp, mlp, normed_BMD)
+        x_BMD = x_BMD + block.mlp(normed_BMD)
+    dense.train(modes[0]), model.train(modes[1])
+
+
+def encoder_input(model: VisionTransformer, images: Tensor) -> Tensor:
+    """(B, M, D): patches with their positions."""
+    caught: list[Tensor] = []
+    hook = model.encoder.register_forward_pre_hook(lambda module, given: caught.append(given[0]))
+    try:
+        model.forward_features(images)
+    finally:
+        hook.remove()
+    return caught[0]
+
+
+def add_noise(model: VisionTransformer, noise: float) -> None:
+    for index in model.config.moe_blocks:
+        for parameter in layers(model, index).experts.parameters():  # pyright: ignore
+            deviation = parameter[0].std(correction=0)
+            parameter.add_(torch.randn_like(parameter) * (noise * deviation))
+
+
+def random_images(model: VisionTransformer) -> Tensor:
+    first = next(model.parameters())
+    shape = (NOISE_IMAGES, 3, *model.config.image_shape)
+    return torch.rand(shape, dtype=first.dtype, device=first.device) * 2 - 1

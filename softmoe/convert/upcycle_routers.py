@@ -1,0 +1,138 @@
+"""First parameters for the routers of an upcycled model, from the tokens that reach them.
+
+Letters: B images, M tokens, D width, S slots (experts times slots per expert), T tokens of all images.
+
+All experts start as the same MLP f, so a layer gives token i  y_i = sum_s C_is f(sum_j D_js x_j), which is f(x_i) if
+each token comes back from a slot that holds that token alone. Two ways to get near, both linear in the token:
+
+    centers     slot s looks for the s-th of S clusters of tokens (spherical k-means): like tokens share a slot
+    positions   slot s looks for the s-th place in the image: ridge regression of the place on the token. Each image
+                has each place once, so with a slot for each of the M tokens a regression that never errs gives every
+                token its own slot: the dense model exactly, as the scale grows
+
+The scale of the logits is then chosen, by trying, to be nearest to the dense MLP on these tokens. `refine` goes on from
+there by gradient descent on the router alone.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from softmoe.moe import MoE, Router, SoftRouter
+from softmoe.moe.soft import l2_normalize
+from softmoe.moe.sparse import SparseRouter
+
+SCALES = tuple(2.0**power for power in range(13))  # 1 to 4096
+ROUNDS = 20  # of k-means; clusters hardly change after these
+STEPS, RATE, IMAGES = 100, 0.01, 16  # of refining: Adam steps, relative to the parameters' size, on so many images
+RIDGE = 1e-3  # times the mean variance of a coordinate
+
+
+def can_start_near(router: Router) -> bool:
+    """Whether there are parameters to choose: fixed routers have none."""
+    return type(router) is SoftRouter or isinstance(router, SparseRouter)
+
+
+def start_near(layer: MoE, mlp: Callable[[Tensor], Tensor], x_BMD: Tensor, ways: tuple[str, ...]) -> None:
+    """Set the router so that the layer is as near to `mlp` on these tokens as the best of `ways` and scales gets."""
+    target_BMD = mlp(x_BMD)
+    best, chosen = float("inf"), None
+    for way in ways:
+        directions_DS = WAYS[way](x_BMD, slots(layer.router))
+        for parameters in candidates(layer.router, directions_DS, x_BMD):
+            set_parameters(layer.router, parameters)
+            error = float((layer(x_BMD) - target_BMD).norm())
+            if error < best:
+                best, chosen = error, parameters
+    assert chosen is not None
+    set_parameters(layer.router, chosen)
+
+
+def refine(layer: MoE, mlp: Callable[[Tensor], Tensor], x_BMD: Tensor) -> None:
+    """Move a soft router towards the layer nearest to `mlp`; where that does not help it stays as it was."""
+    router = layer.router
+    if not isinstance(router, SoftRouter):
+        return
+    target_BMD = mlp(x_BMD)
+    before, error = {name: p.clone() for name, p in router.named_parameters()}, (layer(x_BMD) - target_BMD).norm()
+    groups = [{"params": [p], "lr": RATE * float(p.norm() / p.numel() ** 0.5)} for p in router.parameters()]
+    optimizer = torch.optim.Adam(groups)
+    for _ in range(STEPS):
+        some = torch.randperm(len(x_BMD), device=x_BMD.device)[:IMAGES]
+        with torch.enable_grad():
+            loss = (layer(x_BMD[some]) - target_BMD[some]).square().sum() / target_BMD[some].square().sum()
+            gradients = torch.autograd.grad(loss, list(router.parameters()))
+        for parameter, gradient in zip(router.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    optimizer.zero_grad()
+    if not (layer(x_BMD) - target_BMD).norm() < error:
+        set_parameters(router, before)
+
+
+def slots(router: Router) -> int:
+    return router.num_experts * router.slots_per_expert if isinstance(router, SoftRouter) else router.num_experts
+
+
+def candidates(router: Router, directions_DS: Tensor, x_BMD: Tensor) -> Iterator[dict[str, Tensor]]:
+    """Parameters of the router for each scale, the sparse routers' in units that undo the length of the tokens."""
+    unit_DS = l2_normalize(directions_DS, dim=0)
+    for scale in SCALES:
+        if isinstance(router, SoftRouter) and router.scale is not None:
+            short_DS = unit_DS * router.num_experts**-0.5  # as long as fresh ones: Adam turns them as fast
+            yield {"phi": short_DS.view_as(router.phi), "scale": torch.tensor(scale)}
+        else:
+            weight_DS = unit_DS * scale / x_BMD.norm(dim=-1).mean()
+            yield {"phi": weight_DS.view_as(router.phi)} if isinstance(router, SoftRouter) else {"weight": weight_DS}
+
+
+def set_parameters(router: Router, parameters: dict[str, Tensor]) -> None:
+    for name, value in parameters.items():
+        getattr(router, name).data.copy_(value)
+
+
+def cluster_centers(x_BMD: Tensor, count: int) -> Tensor:
+    """(D, count) directions: centers of clusters of tokens."""
+    return spherical_k_means(l2_normalize(x_BMD.flatten(0, 1), dim=-1), count).T
+
+
+def place_directions(x_BMD: Tensor, count: int) -> Tensor:
+    """(D, count) directions: the regression of a place on the token, for places or, if there are more places than
+    slots, groups of places with like tokens. With more slots than places they begin again."""
+    x_BMD = l2_normalize(x_BMD, dim=-1)
+    B, M, D = x_BMD.shape
+    mean_MD = x_BMD.mean(0)
+    groups = min(count, M)
+    group_M = torch.arange(M) if groups == M else nearest(mean_MD, spherical_k_means(mean_MD, groups))
+    member_MG = torch.nn.functional.one_hot(group_M, groups).to(x_BMD)
+    size_G = member_MG.sum(0).clamp(min=1)
+    centered_GD = member_MG.T @ mean_MD / size_G[:, None] - mean_MD.mean(0)
+    x_TD = x_BMD.flatten(0, 1)
+    moment_DD = x_TD.T @ x_TD / (B * M)  # not centered: there is no intercept, and slots are compared with each other
+    ridge = RIDGE * moment_DD.diagonal().mean() * torch.eye(D).to(moment_DD)
+    directions_DG = torch.linalg.solve(moment_DD + ridge, centered_GD.T)
+    return directions_DG[:, torch.arange(count) % groups]
+
+
+WAYS = {"centers": cluster_centers, "positions": place_directions}
+
+
+def spherical_k_means(points_TD: Tensor, count: int) -> Tensor:
+    """(count, D): directions of clusters. Starts from points drawn without replacement; empty clusters are redrawn."""
+    T, D = points_TD.shape
+    if count > T:
+        raise ValueError(f"{count} slots need at least as many tokens to be drawn from, got {T}: give more images")
+    centers_SD = points_TD[torch.randperm(T)[:count]]
+    for _ in range(ROUNDS):
+        nearest_T = nearest(points_TD, centers_SD)
+        sums_SD = torch.zeros_like(centers_SD).index_add_(0, nearest_T, points_TD)
+        empty_S = torch.bincount(nearest_T, minlength=count) == 0
+        sums_SD[empty_S] = points_TD[torch.randperm(T)[: int(empty_S.sum())]]
+        centers_SD = l2_normalize(sums_SD, dim=-1)
+    return centers_SD
+
+
+def nearest(points_TD: Tensor, centers_SD: Tensor) -> Tensor:
+    """(T,): the center of the largest product with each point."""
+    return (points_TD @ centers_SD.T).argmax(1)
