@@ -5,6 +5,7 @@ Nothing here overrides a variable the user set.
 
 import os
 import sys
+import warnings
 from functools import cache
 from pathlib import Path
 
@@ -48,7 +49,9 @@ def bfloat16_works() -> bool:
     if sys.platform == "win32":
         return True  # no fork; the broken virtual machines are Linux ones
     child = multiprocessing.get_context("fork").Process(target=_bfloat16_product)
-    child.start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking beside torch's threads: the child uses none
+        child.start()
     child.join()
     return child.exitcode == 0
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from softmoe.moe.soft import lecun_normal_
+from softmoe.moe.init import lecun_normal_, normal_
 
 
 class PatchEmbed(nn.Module):
@@ -44,7 +44,7 @@ class LearnedPositions(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.table, std=0.02)
+        normal_(self.table, std=0.02)
 
     def forward(self, grid: tuple[int, int]) -> Tensor:
         if grid == self.grid:

@@ -9,22 +9,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from softmoe.models.transformer import MLP, NORM_EPS, Attention, xavier_uniform_
-from softmoe.moe.soft import lecun_normal_
+from softmoe.models.transformer import MLP, NORM_EPS, Attention
+from softmoe.moe.init import lecun_normal_, xavier_uniform_
 
 
 class MeanPool(nn.Module):
-    def forward(self, x_BMD: Tensor, mask_BM: Tensor | None = None) -> Tensor:
-        if mask_BM is None:
+    def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is None:
             return x_BMD.mean(1)
-        real_BM1 = mask_BM.unsqueeze(-1)
+        real_BM1 = mask.unsqueeze(-1)
         return (x_BMD * real_BM1).sum(1) / real_BM1.sum(1).clamp(min=1)
 
 
 class FirstPool(nn.Module):
     """The class token, which stands first."""
 
-    def forward(self, x_BMD: Tensor, mask_BM: Tensor | None = None) -> Tensor:
+    def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> Tensor:
         return x_BMD[:, 0]
 
 
@@ -42,7 +42,7 @@ class AttentionPool(nn.Module):
     def reset_parameters(self) -> None:
         xavier_uniform_(self.probe, 1, self.probe.shape[-1])
 
-    def forward(self, x_BMD: Tensor, mask_BM: Tensor | None = None) -> Tensor:
+    def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> Tensor:
         a = self.attention
         B, _, D = x_BMD.shape
         weight_q, weight_kv = a.qkv.weight.split([D, 2 * D])
@@ -55,7 +55,7 @@ class AttentionPool(nn.Module):
             a.query_norm(query_BA1E).to(value_BAME.dtype),
             a.key_norm(key_BAME).to(value_BAME.dtype),
             value_BAME,
-            attn_mask=None if mask_BM is None else mask_BM[:, None, None, :],
+            attn_mask=None if mask is None else mask[:, None, None, :],
         )
         pooled_BD = a.out(mixed_BA1E.transpose(1, 2).flatten(2)).squeeze(1)
         return pooled_BD + self.mlp(self.norm(pooled_BD))

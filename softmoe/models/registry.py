@@ -46,7 +46,7 @@ def model_config(
         near = difflib.get_close_matches(name, list_models(), n=3, cutoff=0.4)
         raise ValueError(
             f"unknown model {name!r}"
-            + (f", did you mean {' or '.join(near)}?" if near else "")
+            + (f", did you mean {' or '.join(near)}?" if near else ".")
             + " Names look like vit_s16 or soft_s16_128e"
         )
     if (match["router"] == "vit") != (match["experts"] is None):

@@ -3,7 +3,6 @@
 Letters: B sequences, M tokens, D width, A heads, E head width.
 """
 
-import math
 from collections.abc import Callable
 
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from softmoe.moe import MoE
 from softmoe.moe.experts import ACTIVATIONS, check_activation
+from softmoe.moe.init import normal_, xavier_uniform_
 
 NORM_EPS = 1e-6
 
@@ -40,14 +40,14 @@ class Attention(nn.Module):
             xavier_uniform_(linear.weight, dim, dim)
             nn.init.zeros_(linear.bias)
 
-    def forward(self, x_BMD: Tensor, mask_BM: Tensor | None = None) -> Tensor:
+    def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> Tensor:
         qkv_3BAME = self.qkv(x_BMD).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         query, key, value = qkv_3BAME.unbind(0)
         mixed_BAME = F.scaled_dot_product_attention(
             self.query_norm(query).to(value.dtype),
             self.key_norm(key).to(value.dtype),
             value,
-            attn_mask=None if mask_BM is None else mask_BM[:, None, None, :],
+            attn_mask=None if mask is None else mask[:, None, None, :],
             dropout_p=self.dropout if self.training else 0.0,
         )
         return self.out(mixed_BAME.transpose(1, 2).flatten(2))
@@ -67,7 +67,7 @@ class MLP(nn.Module):
     def reset_parameters(self) -> None:
         for linear in (self.fc1, self.fc2):
             xavier_uniform_(linear.weight, linear.in_features, linear.out_features)
-            nn.init.normal_(linear.bias, std=1e-6)
+            normal_(linear.bias, std=1e-6)
 
     def forward(self, x_BMD: Tensor) -> Tensor:
         hidden = self.dropout(F.gelu(self.fc1(x_BMD), approximate=ACTIVATIONS[self.activation]))
@@ -85,10 +85,10 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(dim, eps=NORM_EPS)
         self.mlp = mlp
 
-    def forward(self, x_BMD: Tensor, mask_BM: Tensor | None = None) -> Tensor:
-        x_BMD = x_BMD + self.dropout(self.attention(self.norm1(x_BMD), mask_BM))
+    def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> Tensor:
+        x_BMD = x_BMD + self.dropout(self.attention(self.norm1(x_BMD), mask))
         normed_BMD = self.norm2(x_BMD)
-        mixed_BMD = self.mlp(normed_BMD, mask_BM) if isinstance(self.mlp, MoE) else self.mlp(normed_BMD)
+        mixed_BMD = self.mlp(normed_BMD, mask) if isinstance(self.mlp, MoE) else self.mlp(normed_BMD)
         return x_BMD + mixed_BMD
 
 
@@ -120,17 +120,11 @@ class Encoder(nn.Module):
         self.norm = nn.LayerNorm(dim, eps=NORM_EPS)
         self.checkpoint_blocks = False
 
-    def forward(self, x_BMD: Tensor, mask_BM: Tensor | None = None) -> Tensor:
+    def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> Tensor:
         x_BMD = self.dropout(x_BMD)
         for block in self.blocks:
             if self.checkpoint_blocks and self.training:
-                x_BMD = checkpoint(block, x_BMD, mask_BM, use_reentrant=False)
+                x_BMD = checkpoint(block, x_BMD, mask, use_reentrant=False)
             else:
-                x_BMD = block(x_BMD, mask_BM)
+                x_BMD = block(x_BMD, mask)
         return self.norm(x_BMD)
-
-
-def xavier_uniform_(weight: Tensor, fan_in: int, fan_out: int) -> None:
-    """Fans are said, not read from the tensor: packed and stacked weights would give the wrong ones."""
-    bound = math.sqrt(6.0 / (fan_in + fan_out))
-    nn.init.uniform_(weight, -bound, bound)

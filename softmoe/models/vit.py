@@ -28,8 +28,8 @@ class VisionTransformer(nn.Module):
         self.embed = PatchEmbed(config.patch_size, D)
         grid = self.embed.grid(*config.image_shape)
         self.class_token = nn.Parameter(torch.zeros(1, 1, D)) if prefix else None
-        self.positions = {"learned": LearnedPositions, "sincos": SinCosPositions, "none": None}[config.positions]
-        self.positions = self.positions and self.positions(grid, D, prefix)
+        kinds = {"learned": LearnedPositions, "sincos": SinCosPositions}
+        self.positions = None if config.positions == "none" else kinds[config.positions](grid, D, prefix)
         self.encoder = Encoder(
             D,
             config.depth,
@@ -82,6 +82,8 @@ class VisionTransformer(nn.Module):
 
 
 def check(config: ViTConfig) -> None:
+    if not isinstance(config.image_size, int) and len(config.image_size) != 2:
+        raise ValueError(f"image_size must be one number or (height, width), got {config.image_size}")
     for name in ("patch_size", "width", "depth", "mlp_dim", "heads"):
         if getattr(config, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}")

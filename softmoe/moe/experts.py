@@ -3,12 +3,11 @@
 Letters: N experts, S rows per expert, D width, H hidden width.
 """
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from softmoe.moe.init import normal_, xavier_uniform_
 from softmoe.moe.routing import at_least_one
 
 ACTIVATIONS = {"gelu_tanh": "tanh", "gelu": "none"}  # name -> torch's word for how the error function is computed
@@ -48,17 +47,14 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Xavier-uniform with the fans of one expert (D and H), never those of the stacked tensor."""
-        bound = math.sqrt(6.0 / (self.dim + self.hidden_dim))
+        """The fans are those of one expert (D and H), never those of the stacked tensor."""
+        drawn = slice(0, 1) if self.identical_init else slice(None)
         with torch.no_grad():
-            for parameter in (self.w1, self.b1, self.w2, self.b2):
-                drawn = parameter[:1] if self.identical_init else parameter
-                if parameter.ndim == 3:
-                    drawn.uniform_(-bound, bound)
-                else:
-                    drawn.normal_(std=1e-6)
+            for weight, bias in ((self.w1, self.b1), (self.w2, self.b2)):
+                xavier_uniform_(weight[drawn], self.dim, self.hidden_dim)
+                normal_(bias[drawn], std=1e-6)
                 if self.identical_init:
-                    parameter[1:] = drawn
+                    weight[1:], bias[1:] = weight[:1], bias[:1]
 
     def forward(self, x_NSD: Tensor) -> Tensor:
         if x_NSD.ndim != 3 or x_NSD.shape[0] != self.num_experts or x_NSD.shape[2] != self.dim:

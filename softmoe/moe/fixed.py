@@ -24,8 +24,8 @@ class IdentityRouter(Router):
     numbers of tokens and experts are. With M = N this is the identity matrix for dispatch and combine.
     """
 
-    def forward(self, x_BMD: Tensor, mask_BM: Tensor | None = None) -> SparseRouting:
-        check_tokens(x_BMD, mask_BM, self.dim)
+    def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> SparseRouting:
+        check_tokens(x_BMD, mask, self.dim)
         B, M, _ = x_BMD.shape
         N = self.num_experts
         rounds = -(-M // N)
@@ -33,7 +33,7 @@ class IdentityRouter(Router):
         image_B = torch.arange(B, device=x_BMD.device)
         token_NBR = token_NR[:, None, :] + M * image_B[None, :, None]
         filled_NBR = (token_NR < M)[:, None, :].expand_as(token_NBR)
-        mask_T = x_BMD.new_ones(B * M, dtype=torch.bool) if mask_BM is None else mask_BM.flatten()
+        mask_T = x_BMD.new_ones(B * M, dtype=torch.bool) if mask is None else mask.flatten()
         filled_NBR = filled_NBR & mask_T[token_NBR.clamp(max=B * M - 1)]
         token_NS = torch.where(filled_NBR, token_NBR, B * M).flatten(1)
         gate_NS = filled_NBR.flatten(1).to(routing_dtype(x_BMD.dtype))
@@ -47,30 +47,30 @@ class UniformRouter(Router):
         super().__init__(dim, num_experts)
         self.slots_per_expert = at_least_one("slots_per_expert", slots_per_expert)
 
-    def forward(self, x_BMD: Tensor, mask_BM: Tensor | None = None) -> DenseRouting:
-        check_tokens(x_BMD, mask_BM, self.dim)
+    def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> DenseRouting:
+        check_tokens(x_BMD, mask, self.dim)
         B, M, _ = x_BMD.shape
         flat_BMNP = torch.zeros(
             (B, M, self.num_experts, self.slots_per_expert),
             dtype=routing_dtype(x_BMD.dtype),
             device=x_BMD.device,
         )
-        return DenseRouting(softmax_over_tokens(flat_BMNP, mask_BM), softmax_over_slots(flat_BMNP, mask_BM))
+        return DenseRouting(softmax_over_tokens(flat_BMNP, mask), softmax_over_slots(flat_BMNP, mask))
 
 
 class SoftUniformRouter(SoftRouter):
     """Learned dispatch, uniform combine: every token of an image gets the same update."""
 
-    def forward(self, x_BMD: Tensor, mask_BM: Tensor | None = None) -> DenseRouting:
-        logits_BMNP = self.logits(x_BMD, mask_BM)
+    def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> DenseRouting:
+        logits_BMNP = self.logits(x_BMD, mask)
         flat_BMNP = torch.zeros_like(logits_BMNP)
-        return DenseRouting(softmax_over_tokens(logits_BMNP, mask_BM), softmax_over_slots(flat_BMNP, mask_BM))
+        return DenseRouting(softmax_over_tokens(logits_BMNP, mask), softmax_over_slots(flat_BMNP, mask))
 
 
 class UniformSoftRouter(SoftRouter):
     """Uniform dispatch, learned combine: every slot is the mean token."""
 
-    def forward(self, x_BMD: Tensor, mask_BM: Tensor | None = None) -> DenseRouting:
-        logits_BMNP = self.logits(x_BMD, mask_BM)
+    def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> DenseRouting:
+        logits_BMNP = self.logits(x_BMD, mask)
         flat_BMNP = torch.zeros_like(logits_BMNP)
-        return DenseRouting(softmax_over_tokens(flat_BMNP, mask_BM), softmax_over_slots(logits_BMNP, mask_BM))
+        return DenseRouting(softmax_over_tokens(flat_BMNP, mask), softmax_over_slots(logits_BMNP, mask))

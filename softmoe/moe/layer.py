@@ -11,7 +11,7 @@ from softmoe.moe.soft import SoftRouter
 
 
 class MoE(nn.Module):
-    """(B, M, D) -> (B, M, D). `mask_BM` is True at real tokens; the others give nothing and receive zero."""
+    """(B, M, D) -> (B, M, D). `mask` is True at real tokens; the others give nothing and receive zero."""
 
     def __init__(self, router: Router, experts: nn.Module):
         super().__init__()
@@ -22,9 +22,9 @@ class MoE(nn.Module):
         self.router = router
         self.experts = experts
 
-    def forward(self, x_BMD: Tensor, mask_BM: Tensor | None = None) -> Tensor:
-        routing = self.router(x_BMD, mask_BM)
-        slots_NSD = routing.dispatch(x_BMD)
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        routing = self.router(x, mask)
+        slots_NSD = routing.dispatch(x)
         outputs_NSD = self.experts(slots_NSD)
         return routing.combine(outputs_NSD)
 

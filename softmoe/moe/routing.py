@@ -5,7 +5,7 @@ Letters: B images, M tokens, D width, N experts, P slots per expert, S rows per 
 A router looks at the tokens and returns a `Routing`. A routing moves tokens into the experts' slots and brings
 the outputs back; the experts never learn which router filled them:
 
-    routing = router(x_BMD, mask_BM)
+    routing = router(x_BMD, mask)
     y_BMD = routing.combine(experts(routing.dispatch(x_BMD)))
 """
 
@@ -36,7 +36,7 @@ class Routing(ABC):
 
 
 class Router(nn.Module, ABC):
-    """Base of all routers: `router(x_BMD, mask_BM=None) -> Routing`. The mask is True at real tokens."""
+    """Base of all routers: `router(x_BMD, mask=None) -> Routing`. The mask (B, M) is True at real tokens."""
 
     def __init__(self, dim: int, num_experts: int):
         super().__init__()
@@ -44,7 +44,7 @@ class Router(nn.Module, ABC):
         self.num_experts = at_least_one("num_experts", num_experts)
 
     @abstractmethod
-    def forward(self, x_BMD: Tensor, mask_BM: Tensor | None = None) -> Routing: ...
+    def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> Routing: ...
 
 
 @dataclass(frozen=True)
@@ -136,23 +136,23 @@ def not_negative(name: str, value: float) -> float:
     return value
 
 
-def check_tokens(x_BMD: Tensor, mask_BM: Tensor | None, dim: int) -> None:
+def check_tokens(x_BMD: Tensor, mask: Tensor | None, dim: int) -> None:
     """One clear sentence for a wrong rank, width or mask, before a product five levels down fails."""
     if x_BMD.ndim != 3 or x_BMD.shape[-1] != dim:
         raise ValueError(f"expected tokens of shape (batch, tokens, {dim}), got {tuple(x_BMD.shape)}")
     if x_BMD.shape[1] == 0:
         raise ValueError(f"expected at least one token, got {tuple(x_BMD.shape)}")
-    if mask_BM is None:
+    if mask is None:
         return
-    if mask_BM.ndim == 3:
+    if mask.ndim == 3:
         raise ValueError(
-            f"expected a padding mask of shape (batch, tokens), got {tuple(mask_BM.shape)}: routing mixes all tokens "
+            f"expected a padding mask of shape (batch, tokens), got {tuple(mask.shape)}: routing mixes all tokens "
             "of a sequence, so attention masks (causal ones among them) cannot be honored"
         )
-    if mask_BM.shape != x_BMD.shape[:2] or mask_BM.dtype != torch.bool:
+    if mask.shape != x_BMD.shape[:2] or mask.dtype != torch.bool:
         raise ValueError(
             f"expected a bool mask of shape {tuple(x_BMD.shape[:2])}, True at real tokens, "
-            f"got {mask_BM.dtype} of shape {tuple(mask_BM.shape)}"
+            f"got {mask.dtype} of shape {tuple(mask.shape)}"
         )
 
 

@@ -10,11 +10,10 @@ Each slot has a learned vector. Tokens and slot vectors are normalized and compa
 The routing normalizes a private copy; the tokens that are mixed are the ones that came in.
 """
 
-import math
-
 import torch
 from torch import Tensor, nn
 
+from softmoe.moe.init import lecun_normal_
 from softmoe.moe.routing import (
     DenseRouting,
     Router,
@@ -59,14 +58,14 @@ class SoftRouter(Router):
         if self.scale is not None:
             nn.init.constant_(self.scale, self.scale_init)
 
-    def forward(self, x_BMD: Tensor, mask_BM: Tensor | None = None) -> DenseRouting:
-        logits_BMNP = self.logits(x_BMD, mask_BM)
-        dispatch_BMNP = softmax_over_tokens(logits_BMNP, mask_BM)
-        combine_BMNP = softmax_over_slots(logits_BMNP, mask_BM)
+    def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> DenseRouting:
+        logits_BMNP = self.logits(x_BMD, mask)
+        dispatch_BMNP = softmax_over_tokens(logits_BMNP, mask)
+        combine_BMNP = softmax_over_slots(logits_BMNP, mask)
         return DenseRouting(dispatch_BMNP, combine_BMNP)
 
-    def logits(self, x_BMD: Tensor, mask_BM: Tensor | None = None) -> Tensor:
-        check_tokens(x_BMD, mask_BM, self.dim)
+    def logits(self, x_BMD: Tensor, mask: Tensor | None = None) -> Tensor:
+        check_tokens(x_BMD, mask, self.dim)
         dtype = routing_dtype(x_BMD.dtype)
         with no_autocast(x_BMD):
             tokens_BMD = x_BMD.to(dtype)
@@ -86,26 +85,20 @@ class SoftRouter(Router):
         )
 
 
-def softmax_over_tokens(logits_BMNP: Tensor, mask_BM: Tensor | None) -> Tensor:
+def softmax_over_tokens(logits_BMNP: Tensor, mask: Tensor | None) -> Tensor:
     """Dispatch weights. Masked tokens give exactly nothing, also in an image without any real token."""
-    if mask_BM is None:
+    if mask is None:
         return logits_BMNP.softmax(dim=1)
-    mask_BM11 = mask_BM[:, :, None, None]
+    mask_BM11 = mask[:, :, None, None]
     lowest = torch.finfo(logits_BMNP.dtype).min
     return logits_BMNP.masked_fill(~mask_BM11, lowest).softmax(dim=1) * mask_BM11
 
 
-def softmax_over_slots(logits_BMNP: Tensor, mask_BM: Tensor | None) -> Tensor:
+def softmax_over_slots(logits_BMNP: Tensor, mask: Tensor | None) -> Tensor:
     """Combine weights, jointly over (N, P). Masked tokens receive exactly nothing."""
     weights_BMNP = logits_BMNP.flatten(2).softmax(dim=2).view_as(logits_BMNP)
-    return weights_BMNP if mask_BM is None else weights_BMNP * mask_BM[:, :, None, None]
+    return weights_BMNP if mask is None else weights_BMNP * mask[:, :, None, None]
 
 
 def l2_normalize(x: Tensor, dim: int) -> Tensor:
     return x * torch.rsqrt(x.square().sum(dim, keepdim=True) + EPS)
-
-
-def lecun_normal_(weight: Tensor, fan_in: int) -> None:
-    """Normal of variance 1/fan_in, cut at two standard deviations (0.8796 is the deviation left after the cut)."""
-    std = math.sqrt(1.0 / fan_in) / 0.87962566103423978
-    nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)

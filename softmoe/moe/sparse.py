@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from softmoe.moe.init import lecun_normal_
 from softmoe.moe.losses import gshard_loss, importance_loss, load_loss
 from softmoe.moe.routing import (
     Router,
@@ -24,7 +25,6 @@ from softmoe.moe.routing import (
     not_negative,
     routing_dtype,
 )
-from softmoe.moe.soft import lecun_normal_
 
 
 @dataclass(frozen=True)
@@ -79,15 +79,15 @@ class SparseRouter(Router):
         multiple = self.capacity_multiple_of
         return -(-whole // multiple) * multiple
 
-    def compute_gates(self, x_BMD: Tensor, mask_BM: Tensor | None) -> Gates:
-        check_tokens(x_BMD, mask_BM, self.dim)
+    def compute_gates(self, x_BMD: Tensor, mask: Tensor | None) -> Gates:
+        check_tokens(x_BMD, mask, self.dim)
         B, M, _ = x_BMD.shape
         dtype = routing_dtype(x_BMD.dtype)
         with no_autocast(x_BMD):
             logits_TN = x_BMD.flatten(0, 1).to(dtype) @ self.weight.to(dtype)
         noise_scale = self.noise_std / self.num_experts if self.training else 0.0
         noisy_TN = logits_TN + noise_scale * torch.randn_like(logits_TN) if noise_scale else logits_TN
-        mask_T = logits_TN.new_ones(B * M, dtype=torch.bool) if mask_BM is None else mask_BM.flatten()
+        mask_T = logits_TN.new_ones(B * M, dtype=torch.bool) if mask is None else mask.flatten()
         size = self.group_size or M
         logits_GLN, noisy_GLN = into_groups(logits_TN, size), into_groups(noisy_TN, size)
         gates_GLN = noisy_GLN.softmax(-1)
@@ -143,8 +143,8 @@ class TokensChoiceRouter(SparseRouter):
         self.load_weight = load_weight
         self.gshard_weight = gshard_weight
 
-    def forward(self, x_BMD: Tensor, mask_BM: Tensor | None = None) -> SparseRouting:
-        g = self.compute_gates(x_BMD, mask_BM)
+    def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> SparseRouting:
+        g = self.compute_gates(x_BMD, mask)
         G, L, N = g.gates_GLN.shape
         T = x_BMD.shape[0] * x_BMD.shape[1]
         capacity = self.capacity(L, self.top_k)
@@ -213,8 +213,8 @@ class ExpertsChoiceRouter(SparseRouter):
             noise_std=noise_std,
         )
 
-    def forward(self, x_BMD: Tensor, mask_BM: Tensor | None = None) -> SparseRouting:
-        g = self.compute_gates(x_BMD, mask_BM)
+    def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> SparseRouting:
+        g = self.compute_gates(x_BMD, mask)
         G, L, N = g.gates_GLN.shape
         T = x_BMD.shape[0] * x_BMD.shape[1]
         capacity = self.capacity(L)
@@ -260,17 +260,16 @@ def buffer_positions(expert_GLK: Tensor, priority_GL: Tensor | None, mask_GL: Te
     """How many choices of the same expert come before each choice: its place in the expert's buffer.
 
     Order: all first choices, then all second ones; inside each by priority (equal ones and no priority: token order).
-    Masked tokens stand behind everyone.
+    Masked tokens are in nobody's way.
     """
     G, L, K = expert_GLK.shape
-    key_GL = priority_GL if priority_GL is not None else mask_GL.to(torch.float32)
-    key_GL = key_GL.masked_fill(~mask_GL, -1.0)
-    token_GL = key_GL.sort(dim=1, descending=True, stable=True).indices
+    nobody = torch.iinfo(expert_GLK.dtype).max  # whom masked tokens ask for
+    expert_GKL = expert_GLK.masked_fill(~mask_GL.unsqueeze(-1), nobody).transpose(1, 2)
+    token_GL = torch.arange(L, device=expert_GLK.device).expand(G, L)
+    if priority_GL is not None:
+        token_GL = priority_GL.sort(dim=1, descending=True, stable=True).indices
     token_GKL = token_GL.unsqueeze(1).expand(G, K, L)
-    masked_expert_GKL = expert_GLK.masked_fill(~mask_GL.unsqueeze(-1), torch.iinfo(expert_GLK.dtype).max).transpose(
-        1, 2
-    )
-    queue_GQ = masked_expert_GKL.gather(2, token_GKL).flatten(1)  # experts asked for, in order
+    queue_GQ = expert_GKL.gather(2, token_GKL).flatten(1)  # experts asked for, in order
     sorted_GQ, order_GQ = queue_GQ.sort(dim=1, stable=True)
     first_GQ = torch.searchsorted(sorted_GQ, sorted_GQ)  # where each expert's run begins
     rank_GQ = torch.arange(L * K, device=expert_GLK.device) - first_GQ
