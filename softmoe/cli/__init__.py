@@ -9,10 +9,13 @@ COMMANDS = {
     "cost": "parameters, FLOPs and the paper's cost columns, before anything runs",
     "evaluate": "accuracy, loss and calibration of a saved model",
     "fewshot": "how well a few examples of each class tell the classes apart",
+    "finetune": "train a saved model on other classes, at any image size",
     "predict": "the likeliest classes of images in files",
     "quickstart": "train a small Soft MoE and its dense twin, and compare them",
     "report": "one page for one or several runs",
+    "soup": "average the weights of several fine-tuned models",
     "train": "train a model from a recipe",
+    "upcycle": "make a model with experts from a dense one",
 }
 
 

@@ -8,6 +8,7 @@ from softmoe.models import MoEConfig, ViTConfig, model_config
 from softmoe.train.strict import from_dict, to_dict
 
 _MOE_FIELDS = tuple(f.name for f in fields(MoEConfig))
+_NOT_SHAPE = ("name", "router", "weights", "new_head")
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,10 @@ class ModelSection:
 
     name: str = "soft_s16_128e"
     """vit_s16, soft_s16_128e, tokens_choice_b32_32e, ..."""
+    weights: str | None = None
+    """A saved model to start from; positions are resampled to the new image size. The shape must be its own."""
+    new_head: bool = True
+    """With `weights`: the head starts anew. False keeps it, for data of the same classes."""
     router: str | None = None
     """soft, tokens_choice, experts_choice, identity, uniform, soft_uniform, uniform_soft; or dense: no experts."""
     image_size: int | tuple[int, int] | None = None
@@ -58,7 +63,7 @@ class ModelSection:
 
     def resolve(self, num_classes: int | None, image_size: int | tuple[int, int]) -> ViTConfig:
         """The model itself, for data of this many classes and this size."""
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("name", "router")}
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_SHAPE}
         overrides = {key: value for key, value in given.items() if value is not None}
         config = model_config(
             self.name,
@@ -117,6 +122,8 @@ class OptimSection:
     """(pattern, decay) pairs looked up first, by regular expression on the parameter's name."""
     lr_patterns: tuple[tuple[str, float], ...] = ()
     """(pattern, factor) pairs: the learning rate of the parameters whose name matches is multiplied; 0 freezes them."""
+    layer_decay: float | None = None
+    """The learning rate of each block is this much of that of the block above it; None is the same for all."""
     clip_norm: float | None = 1.0
     """Largest global norm of the gradient; None does not clip."""
 
@@ -249,5 +256,8 @@ class TrainConfig:
             raise ValueError(f"ema must be in [0, 1), got {self.ema}")
         if not 0.0 <= self.objective.label_smoothing < 1.0:
             raise ValueError(f"objective.label_smoothing must be in [0, 1), got {self.objective.label_smoothing}")
+        decay = self.optim.layer_decay
+        if decay is not None and not 0.0 < decay <= 1.0:
+            raise ValueError(f"optim.layer_decay must be above 0 and at most 1, got {decay}")
         if not self.run_name or "/" in self.run_name or self.run_name.startswith("."):
             raise ValueError(f"run_name must be a plain folder name, got {self.run_name!r}; the folder above is `runs`")

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from softmoe.train.config import OptimSection
 
+BLOCK = re.compile(r"^encoder\.blocks\.(\d+)\.")
+BELOW = re.compile(r"^(embed|positions)\.|^class_token$")  # what comes before the first block
 HEAD = r"^head\.weight$"
 SCALE = r"router\.scale$"
 KERNEL = r"(^|\.)(proj|qkv|out|fc1|fc2|router|pre_logits)\.weight$|\.experts\.w[12]$"
@@ -32,11 +34,14 @@ def parameter_groups(model: nn.Module, config: OptimSection) -> list[dict]:
         (SCALE, config.scale_decay),
         (KERNEL, config.kernel_decay),
     )
+    names = [name for name, _ in model.named_parameters()]
+    depth = 1 + max((int(match[1]) for name in names if (match := BLOCK.match(name))), default=-1)
     groups: dict[tuple[float, float], dict] = {}
     used: set[str] = set()
     for name, parameter in model.named_parameters():
         decay, pattern = first_match(decay_rules, name, 0.0)
         factor, factor_pattern = first_match(config.lr_patterns, name, 1.0)
+        factor *= 1.0 if config.layer_decay is None else config.layer_decay ** layers_above(name, depth)
         used |= {pattern, factor_pattern}
         if factor == 0.0:
             parameter.requires_grad_(False)
@@ -52,6 +57,12 @@ def parameter_groups(model: nn.Module, config: OptimSection) -> list[dict]:
     if not groups:
         raise ValueError("optim.lr_patterns freezes every parameter, so there is nothing to train")
     return list(groups.values())
+
+
+def layers_above(name: str, depth: int) -> int:
+    """How many steps below the head a parameter is: 0 after the last block, 1 in it, depth + 1 before the first."""
+    match = BLOCK.match(name)
+    return depth - int(match[1]) if match else depth + 1 if BELOW.match(name) else 0
 
 
 def first_match(rules: tuple[tuple[str, float], ...], name: str, default: float) -> tuple[float, str]:

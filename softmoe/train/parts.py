@@ -13,6 +13,7 @@ from softmoe.data import Batch, Loader, Source, Transform, evaluation_batches, o
 from softmoe.machine import bfloat16_works
 from softmoe.models import VisionTransformer, ViTConfig
 from softmoe.train.config import TrainConfig
+from softmoe.train.transfer import start_from
 
 
 def choose_device(name: str) -> torch.device:
@@ -38,9 +39,12 @@ def choose_precision(wanted: str, device: torch.device, report: Callable[[str], 
 
 
 def build_model(config: TrainConfig, shape: ViTConfig, device: torch.device) -> VisionTransformer:
-    """A fresh model, the same for the same seed whatever was drawn before."""
+    """A model, fresh or with given weights; the same for the same seed whatever was drawn before."""
     torch.manual_seed(random_seed(config.seed, "model"))
-    model = VisionTransformer(shape).to(device)
+    model = VisionTransformer(shape)
+    if config.model.weights is not None:
+        start_from(model, config.model.weights, new_head=config.model.new_head)
+    model = model.to(device)
     model.set_gradient_checkpointing(config.gradient_checkpointing)
     return model
 

@@ -1,0 +1,70 @@
+"""`softmoe finetune MODEL DATA --image-size 384`: the recipe `finetune` for a model of one's own."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from softmoe import recipes
+from softmoe.cli.cost import parse_size
+from softmoe.cli.train import finish
+from softmoe.train import TrainConfig, train
+from softmoe.train.describe import describe_run
+from softmoe.train.transfer import export, transfer_config
+
+USAGE = """usage: softmoe finetune MODEL DATA [--image-size 384] [--dry-run] [--section.key value ...]
+
+MODEL  a saved model, a run, a Hub id, or an .npz or .safetensors file of others' weights
+DATA   a folder with train/CLASS/* and val/CLASS/*, or a source as in training
+
+The head is new, positions are resampled to the image size (any, also HEIGHTxWIDTH), slots stay as they are.
+softmoe finetune MODEL DATA --help lists every setting. A stopped run continues with the same command."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Fine-tune a trained model."""
+
+    config: Annotated[TrainConfig, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff] = field(
+        default_factory=TrainConfig
+    )
+    dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print the settings, the cost and the memory needed, and stop."""
+
+
+def main(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0 if argv else 2
+    if len(argv) < 2 or argv[1].startswith("-"):
+        raise ValueError("give a model and data: softmoe finetune MODEL DATA")
+    config, dry_run = parse(argv[0], argv[1], argv[2:])
+    if dry_run:
+        print(describe_run(config))
+        return 0
+    result = train(config)
+    if result.signal is None:
+        export(result.folder)
+    return finish(result)
+
+
+def parse(model: str, data: str, argv: list[str]) -> tuple[TrainConfig, bool]:
+    size, rest = take(argv, "--image-size")
+    default = transfer_config(recipes.load("finetune"), model, image_size=parse_size(size) if size else None)
+    source = f"folder:{data}" if Path(data).expanduser().exists() else data
+    default = replace(default, data=replace(default.data, train=source))
+    a = tyro.cli(Arguments, args=rest, prog="softmoe finetune MODEL DATA", default=Arguments(default))
+    return a.config, a.dry_run
+
+
+def take(argv: list[str], flag: str) -> tuple[str | None, list[str]]:
+    """The value of a flag, and the arguments without it. It shapes the defaults of the others, so it is read first."""
+    for index, word in enumerate(argv):
+        if word == flag:
+            if index + 1 == len(argv):
+                raise ValueError(f"{flag} needs a value")
+            return argv[index + 1], argv[:index] + argv[index + 2 :]
+        if word.startswith(f"{flag}="):
+            return word.removeprefix(f"{flag}="), argv[:index] + argv[index + 1 :]
+    return None, argv

@@ -1,0 +1,110 @@
+"""`softmoe upcycle DENSE --experts 128`: experts from a dense model's MLPs."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Make a model with experts from a dense one, save it, and say how far its output is from the dense one's."""
+
+    dense: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DENSE")]
+    """A saved model or run; or an .npz or .safetensors file in the naming of the original ViT, big_vision or timm."""
+    experts: int
+    slots: int = 1
+    """Slots per expert."""
+    blocks: str = "last_half"
+    """last_half, or block numbers as in 6,7,8."""
+    router: str = "soft"
+    init: str | None = None
+    """How routers start: copy (fresh), centers or positions (from the tokens of --data), closest (the better of these).
+    None is closest with --data and copy without."""
+    noise: float = 0.0
+    """Added to each expert, relative to the deviation of its weights."""
+    capacity_factor: float | None = None
+    """Sparse routers: room for tokens."""
+    data: str | None = None
+    """Images for the routers and the report: a folder, or a source as in training."""
+    split: str = "train"
+    images: int = 128
+    """How many of them."""
+    out: str | None = None
+    """Folder of the new model; None only reports."""
+    heads: int | None = None
+    """Of timm's weights, which do not tell."""
+    image_size: int | None = None
+    """Of others' weights whose positions do not tell."""
+    activation: str | None = None
+    """Of timm's weights: gelu, or gelu_tanh for models that use it."""
+    mean: tuple[float, float, float] | None = None
+    """Of timm's weights: mean of the pixels in [0, 1] that the model was trained with; None is 0.5."""
+    std: tuple[float, float, float] | None = None
+    seed: int = 0
+
+
+def main(argv: list[str]) -> int:
+    a = tyro.cli(Arguments, args=argv, prog="softmoe upcycle")
+    blocks = parse_blocks(a.blocks)
+
+    import torch
+
+    from softmoe.convert import upcycle
+    from softmoe.convert.files import read_model
+    from softmoe.models.pretrained import save_pretrained
+
+    torch.manual_seed(a.seed)
+    foreign = {name: getattr(a, name) for name in ("heads", "image_size", "activation", "mean", "std")}
+    dense = read_model(a.dense, **{name: value for name, value in foreign.items() if value is not None})
+    facts = saved_facts(a.dense)
+    images = None if a.data is None else read_images(a, facts.get("preprocessing"), dense.config.image_shape)
+    options = {} if a.capacity_factor is None else {"capacity_factor": a.capacity_factor}
+    start = upcycle(
+        dense,
+        a.experts,
+        a.slots,
+        blocks=blocks,
+        router=a.router,
+        init=a.init or ("copy" if images is None else "closest"),
+        noise=a.noise,
+        images=images,
+        **options,
+    )
+    print(start.distance)
+    if a.out is not None:
+        made = {"upcycled_from": a.dense, "init": a.init, "distance": start.distance.features}
+        save_pretrained(start.model, a.out, provenance=made, **facts)
+        print(f"saved in {a.out}")
+    return 0
+
+
+def parse_blocks(text: str) -> str | tuple[int, ...]:
+    if text == "last_half":
+        return text
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(f"--blocks must be last_half or block numbers as in 6,7,8, got {text!r}")
+    return tuple(int(part) for part in parts)
+
+
+def saved_facts(dense: str) -> dict[str, Any]:
+    """Preprocessing and classes of one of our own models; others' files tell neither."""
+    from softmoe.models.pretrained import open_saved
+
+    if Path(dense).is_file():
+        return {}
+    saved = open_saved(dense)
+    return {"preprocessing": saved.preprocessing, "classes": saved.classes}
+
+
+def read_images(a: Arguments, preprocessing: Any, size: tuple[int, int]) -> Any:
+    from softmoe.data import evaluation_batches
+    from softmoe.evaluate.inputs import evaluation_transform, open_data, random_subset
+    from softmoe.models.pretrained import Preprocessing
+
+    assert a.data is not None
+    source = random_subset(open_data(a.data, a.split), a.images, a.seed)
+    transform = evaluation_transform(preprocessing or Preprocessing(size))
+    return next(iter(evaluation_batches(source, transform, a.images))).images

@@ -1,0 +1,156 @@
+"""Model soups: the mean of the weights of several fine-tuned models, as one model of the same cost.
+
+    soup(["runs/a", "runs/b", "runs/c"], "souped")                   all of them
+    greedy_soup(models, "souped", score)                             those that do not make it worse
+
+Weights are read from mapped files and averaged tensor by tensor, in pieces, so the memory needed is about that of the
+largest tensor, however large and many the models are; greedy soups need one model in memory to be scored.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from softmoe.models import VisionTransformer
+from softmoe.models.pretrained import SavedModel, load_saved, open_saved, save_tensors
+from softmoe.models.weights import Spec, WeightFiles, check_files
+from softmoe.train.transfer import describe
+
+PIECE = 1 << 22  # numbers averaged at a time, in float64
+Score = Callable[[VisionTransformer], float]
+
+
+@dataclass(frozen=True)
+class Soup:
+    saved: SavedModel
+    kept: tuple[int, ...]
+    """Which of the models went in, best first for greedy soups."""
+    scores: tuple[float, ...] = ()
+    """Greedy: of each model alone."""
+    score: float | None = None
+    """Greedy: of the soup."""
+
+
+class Ingredients:
+    """Saved models of one architecture, their weights mapped, not loaded."""
+
+    def __init__(self, models: Sequence[str | Path]):
+        if not models:
+            raise ValueError("a soup needs at least one model")
+        self.models = [open_saved(model) for model in models]
+        self._stack = ExitStack()
+        try:
+            check_alike(self.models)
+            for saved in self.models:
+                check_files(saved.folder, saved.files, hashes=True)
+            self.weights = [self._stack.enter_context(WeightFiles(m.folder, m.files)) for m in self.models]
+            self.specs = self._common_specs()
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def __enter__(self) -> "Ingredients":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def _common_specs(self) -> dict[str, Spec]:
+        first = {name: self.weights[0].spec(name) for name in self.weights[0].names}
+        for saved, weights in zip(self.models[1:], self.weights[1:], strict=True):
+            specs = {name: weights.spec(name) for name in weights.names}
+            for name in first | specs:
+                if first.get(name) != specs.get(name):
+                    raise ValueError(
+                        f"{self.models[0].folder} and {saved.folder} cannot be averaged: {name} is "
+                        f"{shown(first.get(name))} in one and {shown(specs.get(name))} in the other"
+                    )
+        return first
+
+    def mean(self, name: str, which: Sequence[int]) -> Tensor:
+        """The mean of one tensor over some of the models, in its own dtype; summed in float64, piece by piece."""
+        sources = [self.weights[index].tensor(name).flatten() for index in which]
+        result = torch.empty(self.specs[name].shape, dtype=self.specs[name].dtype)
+        flat = result.view(-1)
+        for start in range(0, flat.numel(), PIECE):
+            piece = slice(start, start + PIECE)
+            total = sources[0][piece].to(torch.float64)
+            for source in sources[1:]:
+                total = total + source[piece]
+            flat[piece] = total / len(sources)
+        return result
+
+    def write(self, which: Sequence[int], out: str | Path, provenance: dict[str, Any]) -> SavedModel:
+        first = self.models[which[0]]
+        made_of = [{"model": str(self.models[i].folder), "fingerprint": self.models[i].fingerprint} for i in which]
+        return save_tensors(
+            first.config,
+            self.specs,
+            lambda name: self.mean(name, which),
+            out,
+            preprocessing=first.preprocessing,
+            classes=first.classes,
+            provenance=provenance | {"ingredients": made_of},
+        )
+
+
+def soup(models: Sequence[str | Path], out: str | Path) -> Soup:
+    """The mean of all `models` (saved folders, runs), saved in the folder `out`."""
+    with Ingredients(models) as ingredients:
+        every = tuple(range(len(models)))
+        return Soup(ingredients.write(every, out, {"soup": "uniform"}), every)
+
+
+def greedy_soup(models: Sequence[str | Path], out: str | Path, score: Score, device: str = "cpu") -> Soup:
+    """From the best model on, each next best is added if the score of the mean does not fall."""
+    with Ingredients(models) as ingredients:
+        model = load_saved(ingredients.models[0], "cpu", verify=False).to(device)
+        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)  # mapped files must not be written to
+
+        def score_of(which: Sequence[int]) -> float:
+            with torch.no_grad():
+                for name, tensor in state.items():
+                    tensor.copy_(ingredients.mean(name, which))
+            return score(model)
+
+        scores = tuple(score_of([index]) for index in range(len(models)))
+        order = sorted(range(len(models)), key=lambda index: -scores[index])
+        kept, best = order[:1], scores[order[0]]
+        for index in order[1:]:
+            found = score_of([*kept, index])
+            if found >= best:
+                kept, best = [*kept, index], found
+        facts = {"soup": "greedy", "score": best, "scores_alone": list(scores)}
+        return Soup(ingredients.write(kept, out, facts), tuple(kept), scores, best)
+
+
+def check_alike(models: Sequence[SavedModel]) -> None:
+    """ValueError that names the first difference in architecture or classes."""
+    first = models[0]
+    expected = facts_of(first)
+    for other in models[1:]:
+        found = facts_of(other)
+        for key in expected | found:
+            if expected.get(key) != found.get(key):
+                raise ValueError(
+                    f"only models of one architecture can be averaged: {key} is {expected.get(key)} in {first.folder} "
+                    f"and {found.get(key)} in {other.folder}"
+                )
+        if first.classes and other.classes and first.classes != other.classes:
+            pairs = zip(first.classes, other.classes, strict=True)
+            a, b = next((a, b) for a, b in pairs if a != b)
+            raise ValueError(f"{first.folder} and {other.folder} have different classes: {a!r} and {b!r}")
+
+
+def facts_of(saved: SavedModel) -> dict[str, Any]:
+    return describe(saved.config) | {"num_classes": saved.config.num_classes, "image size": saved.config.image_shape}
+
+
+def shown(spec: Spec | None) -> str:
+    return "missing" if spec is None else f"{str(spec.dtype).removeprefix('torch.')} {list(spec.shape)}"
