@@ -1,0 +1,125 @@
+"""`softmoe evaluate`, from a saved model and files to a table and JSON."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import softmoe
+from softmoe.cli import main
+from softmoe.models import create_model
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Two classes: dark and light."""
+    rng = np.random.default_rng(0)
+    for split, count in {"train": 2, "val": 5}.items():
+        for name, level in {"dark": 40, "light": 215}.items():
+            folder = tmp_path / "data" / split / name
+            folder.mkdir(parents=True)
+            for i in range(count):
+                pixels = np.clip(rng.normal(level, 10, (20, 24, 3)), 0, 255).astype(np.uint8)
+                Image.fromarray(pixels).save(folder / f"{i}.png")
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def model(tmp_path):
+    """Tells dark from light by hand-set weights: no position, no mixing, the mean of the patch decides."""
+    torch.manual_seed(0)
+    model = create_model(
+        "vit_ti8", image_size=16, width=8, heads=2, mlp_dim=8, depth=1, num_classes=2, positions="none"
+    )
+    with torch.no_grad():
+        for parameter in model.encoder.blocks.parameters():
+            parameter.zero_()
+        model.embed.proj.weight[:] = 0.01 * torch.linspace(-1, 1, 8)[:, None, None, None]
+        model.embed.proj.bias.zero_()
+        model.head.weight[1] = torch.linspace(-1, 1, 8)
+        model.head.weight[0] = -model.head.weight[1]
+        model.head.bias.zero_()
+    softmoe.save_pretrained(model, tmp_path / "model", classes=["dark", "light"])
+    return tmp_path / "model"
+
+
+def test_table_json_and_file(model, data, tmp_path, capsys):
+    """All images right; the JSON says the same as the table and is written where asked."""
+    out = tmp_path / "eval.json"
+    assert main(["evaluate", str(model), str(data), "--classes", "--batch-size", "3", "--output", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert "top-1                      100.00%" in text
+    assert [line.split() for line in text.splitlines()[-2:]] == [
+        ["dark", "5", "5", "5", "100.0%"],
+        ["light", "5", "5", "5", "100.0%"],
+    ]
+    report = json.loads(out.read_text())
+    assert report["numbers"]["top1"] == 1.0
+    assert report["images"] == 10
+    assert report["classes_matched_by"] == "name"
+    assert main(["evaluate", str(model), str(data), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["numbers"] == pytest.approx(report["numbers"])
+
+
+def test_batch_size_does_not_matter(model, data, capsys):
+    """Uneven last batches give the same numbers."""
+    found = []
+    for size in ("1", "4", "100"):
+        main(["evaluate", str(model), str(data), "--json", "--batch-size", size])
+        found.append(json.loads(capsys.readouterr().out)["numbers"])
+    assert found[0] == pytest.approx(found[1], abs=1e-6)
+    assert found[0] == pytest.approx(found[2], abs=1e-6)
+
+
+def test_other_sizes_and_splits(model, data, capsys):
+    """Another resolution and another split work."""
+    arguments = ["--image-size", "24x32", "--split", "train", "--json"]
+    assert main(["evaluate", str(model), f"folder:{data}", *arguments]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["images"] == 4
+    assert report["preprocessing"]["image_size"] == [24, 32]
+
+
+def test_unreadable_images_are_named(model, data, capsys):
+    """They are left out, listed, and the exit code is 1."""
+    (data / "val" / "dark" / "0.png").write_text("no image")
+    assert main(["evaluate", str(model), str(data)]) == 1
+    text = capsys.readouterr().out
+    assert "unreadable: val/dark/0.png" in text
+    assert text.splitlines()[0].split() == ["images", "9"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{model}", "shapes"], "classes, but the model has 2"),
+        (["{model}", "{data}", "--split", "test"], "has no folder 'test'"),
+        (["{tmp}/none", "{data}"], "there is no folder"),
+        (["{data}", "{data}"], "is not a saved model"),
+        (["{model}", "{data}", "--image-size", "big"], "--image-size must be pixels"),
+        (["{model}", "{data}", "--device", "tpu9"], "cannot be used here"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, message, model, data, tmp_path, capsys):
+    """Each ends in one line and exit code 2."""
+    filled = [a.format(model=model, data=data, tmp=tmp_path) for a in arguments]
+    assert main(["evaluate", *filled]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_run_folder(model, data, tmp_path, capsys):
+    """MODEL may be a run that holds its model in model/; nothing else of the run is needed."""
+    (tmp_path / "runs" / "x").mkdir(parents=True)
+    model.rename(tmp_path / "runs" / "x" / "model")
+    assert main(["evaluate", str(tmp_path / "runs" / "x"), str(data)]) == 0
+    assert "100.00%" in capsys.readouterr().out
+
+
+def test_from_python(model, data):
+    """One line gives the same numbers."""
+    report = softmoe.evaluate.evaluate(model, str(data))
+    assert report["numbers"]["top1"] == 1.0

@@ -1,0 +1,123 @@
+"""`softmoe predict` on image files."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import softmoe
+from softmoe.cli import main
+from softmoe.models import create_model
+
+TINY = {"image_size": 16, "width": 16, "heads": 2, "mlp_dim": 16, "depth": 1}
+
+
+@pytest.fixture
+def model(tmp_path):
+    made = create_model("soft_ti8_2e", num_classes=3, **TINY)
+    torch.nn.init.normal_(made.head.weight)
+    softmoe.save_pretrained(made, tmp_path / "model", classes=["cat", "dog", "eel"])
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def images(tmp_path):
+    rng = np.random.default_rng(0)
+    (tmp_path / "images" / "sub").mkdir(parents=True)
+    for name in ("a.png", "b.jpg", "sub/c.png"):
+        Image.fromarray(rng.integers(0, 256, (30, 40, 3), dtype=np.uint8)).save(tmp_path / "images" / name)
+    return tmp_path / "images"
+
+
+def expected(model, path) -> torch.Tensor:
+    """Probabilities of one image, by hand."""
+    from softmoe.evaluate import evaluation_transform
+    from softmoe.models.pretrained import open_saved
+
+    transform = evaluation_transform(open_saved(model).preprocessing)
+    pixels = np.asarray(Image.open(path).convert("RGB"))
+    with torch.no_grad():
+        return softmoe.from_pretrained(model)(transform(pixels, np.random.default_rng(0))[None]).softmax(1)[0]
+
+
+def test_text(model, images, capsys):
+    """One line per image, the likeliest class first."""
+    assert main(["predict", str(model), str(images / "a.png"), "--top", "2"]) == 0
+    line = capsys.readouterr().out.strip()
+    values, classes = expected(model, images / "a.png").topk(2)
+    names = ["cat", "dog", "eel"]
+    said = ", ".join(f"{names[c]} {v:.1%}" for v, c in zip(values.tolist(), classes.tolist(), strict=True))
+    assert line == f"{images / 'a.png'}: {said}"
+
+
+def test_folder_glob_json_and_features(model, images, tmp_path, capsys):
+    """Folders and patterns, in batches; the rows of the .npy file are the images printed, in order."""
+    out = tmp_path / "vectors.npy"
+    arguments = [str(images), str(images / "*.png"), "--json", "--features", str(out), "--batch-size", "2"]
+    assert main(["predict", str(model), *arguments]) == 0
+    report = json.loads(capsys.readouterr().out)
+    names = [row["image"] for row in report["predictions"]]
+    assert names == [str(images / name) for name in ("a.png", "b.jpg", "sub/c.png")]
+    assert report["unreadable"] == []
+    vectors = np.load(out)
+    assert vectors.shape == (3, 16)
+    head = softmoe.from_pretrained(model).head
+    with torch.no_grad():
+        again = head(torch.from_numpy(vectors)).softmax(1)
+    for row, shares in zip(report["predictions"], again, strict=True):
+        assert [c["probability"] for c in row["classes"]] == pytest.approx(shares.sort(descending=True).values.tolist())
+        assert sum(c["probability"] for c in row["classes"]) == pytest.approx(1)
+
+
+def test_unreadable_images(model, images, capsys):
+    """They are named with the reason and skipped; the others are predicted; the exit code is 1."""
+    (images / "a.png").write_text("no image")
+    assert main(["predict", str(model), str(images), str(images / "gone.png")]) == 1
+    output = capsys.readouterr()
+    assert output.out.count("\n") == 2
+    assert f"softmoe: unreadable: {images / 'a.png'}: " in output.err
+    assert f"softmoe: unreadable: {images / 'gone.png'}: No such file" in output.err
+
+
+def test_nothing_readable(model, images, tmp_path, capsys):
+    """Features of nothing are not written."""
+    (images / "a.png").write_text("no image")
+    out = tmp_path / "vectors.npy"
+    assert main(["predict", str(model), str(images / "a.png"), "--features", str(out)]) == 2
+    assert "none of the images could be read" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_without_a_head(images, tmp_path, capsys):
+    """A model that only gives features says how many, and writes them."""
+    softmoe.save_pretrained(create_model("vit_ti8", num_classes=None, **TINY), tmp_path / "m")
+    out = tmp_path / "vectors.npy"
+    assert main(["predict", str(tmp_path / "m"), str(images / "a.png"), "--features", str(out)]) == 0
+    assert capsys.readouterr().out == f"{images / 'a.png'}: 16 features\n"
+    assert np.load(out).shape == (1, 16)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{images}", "--features", "{images}/none/x.npy"], "there is no folder"),
+        (["{images}", "--top", "0"], "top must be at least 1"),
+        (["{images}/*.gif"], "no file matches"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, message, model, images, capsys):
+    """Each ends in one line and exit code 2."""
+    assert main(["predict", str(model), *(a.format(images=images) for a in arguments)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_from_python(model, images):
+    """Two lines of Python: predictions and unreadable files."""
+    (images / "b.jpg").write_text("no image")
+    predictions, unreadable = softmoe.evaluate.predict(model, images, top=1)
+    assert [len(p.top) for p in predictions] == [1, 1]
+    assert [u.name for u in unreadable] == [str(images / "b.jpg")]
