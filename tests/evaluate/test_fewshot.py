@@ -44,8 +44,9 @@ def test_golden_values(dim, l2, slope):
     labels = np.array([0, 0, 1, 1])
     ridge = Ridge.fit(x, labels, 2)
     assert ridge.Z_nD[:, 0] == pytest.approx([-0.63245553, -1.26491106, 1.26491106, 0.63245553], abs=1e-4)
-    # with l2 the paper's numbers are those of the features that vary; std has 1e-5 added
     assert ridge.weights(l2)[0] == pytest.approx([-slope, slope], abs=2e-5)
+    # the sum of |z| over (the sum of z^2 + l2); the reference's second slope is this in float32, 1.2e-5 off
+    assert ridge.weights(l2)[0, 1] == pytest.approx(3.79473319 / (4 + l2), rel=1e-5)
     test = np.zeros((2, dim))
     test[:, 0] = [-1, -2]
     data = {"line": (features(x, labels, 2), features(test, np.array([0, 1]), 2))}
