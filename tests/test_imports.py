@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     **dict.fromkeys(("train", "evaluate", "inspection"), UPPER),
     **dict.fromkeys(("studies", "recipes", "bench", "report", "cli"), ALL),
 }
-FREE = {"machine", "__init__", "__main__"}  # softmoe/machine.py serves everyone; the package's front sees all rooms
+FREE = {"machine", "timm", "__init__", "__main__"}  # machine.py serves everyone; the package's fronts see all rooms
 OPTIONAL = ("matplotlib", "simplejpeg", "datasets", "sklearn", "tensorboard", "wandb", "pandas", "torchvision", "timm")
 
 

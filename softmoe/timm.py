@@ -1,0 +1,63 @@
+"""Our models in timm's registry. Needs the extra `timm`; importing this module registers them.
+
+    import softmoe.timm, timm
+    model = timm.create_model("softmoe_soft_s16_128e", num_classes=10, img_size=224)
+
+Names are ours with `softmoe_` in front (dots of timm's own would mean a set of weights). Nothing is downloaded.
+"""
+
+from typing import Any
+
+from softmoe.models import VisionTransformer, create_model, list_models
+
+PREFIX = "softmoe_"
+
+
+def make(name: str, pretrained: bool = False, **options: Any) -> VisionTransformer:
+    """The model called `name`, by timm's calling convention.
+
+    timm passes what it knows of every model; of that `img_size` is our image_size, zero classes mean no head, and its
+    bookkeeping (pretrained_cfg and the like) is not for us. The mean and deviation of the pixels are what timm's data
+    pipeline asks the model for.
+    """
+    if pretrained:
+        raise ValueError(f"there are no weights to download for {name}: load your own with softmoe.from_pretrained")
+    for key in ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"):
+        options.pop(key, None)
+    if "img_size" in options:
+        options["image_size"] = options.pop("img_size")
+    if options.get("num_classes", 1000) == 0:
+        options["num_classes"] = None
+    model = create_model(name, **options)
+    size = (3, *model.config.image_shape)
+    model.pretrained_cfg = {"input_size": size, "mean": (0.5,) * 3, "std": (0.5,) * 3}  # pyright: ignore
+    return model
+
+
+def register() -> list[str]:
+    """Add every name of `list_models` to timm's registry; returns the names there."""
+    try:
+        from timm.models import register_model  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError("softmoe.timm needs timm: pip install 'softmoe[timm]'") from error
+    names = []
+    for name in list_models():
+        entry = entry_point(name)
+        register_model(entry)
+        names.append(entry.__name__)
+    return names
+
+
+def entry_point(name: str):
+    """A function with the name and the module that timm's registry looks at."""
+
+    def create(pretrained: bool = False, **options: Any) -> VisionTransformer:
+        return make(name, pretrained, **options)
+
+    create.__name__ = create.__qualname__ = f"{PREFIX}{name}"
+    create.__module__ = __name__
+    globals()[create.__name__] = create  # pickling and timm's list of a module's models go by this
+    return create
+
+
+register()

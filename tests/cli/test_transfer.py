@@ -1,0 +1,98 @@
+"""softmoe upcycle, soup and finetune, on real files."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from convert.plain import PlainViT, timm_names
+from safetensors.torch import save_file
+
+from softmoe import save_pretrained
+from softmoe.cli import main
+from softmoe.models import VisionTransformer, ViTConfig
+from softmoe.models.pretrained import from_pretrained, open_saved
+
+SHAPE = ViTConfig(image_size=16, patch_size=4, width=16, depth=2, mlp_dim=16, heads=2, num_classes=7)
+SETTINGS = {"steps": 2, "data.batch-size": 4, "data.workers": 0, "schedule.warmup": 0, "evaluation.examples": 8}
+QUICK = [word for key, value in SETTINGS.items() for word in (f"--{key}", str(value))] + ["--log.quiet", "True"]
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    save_pretrained(VisionTransformer(SHAPE), tmp_path / "dense", classes=[f"c{i}" for i in range(7)])
+    return tmp_path / "dense"
+
+
+def test_upcycle(dense: Path, tmp_path: Path, capsys):
+    """Reports the distance, saves the model with its classes; with data the routers start near."""
+    out = tmp_path / "soft"
+    command = ["upcycle", str(dense), "--experts", "4", "--slots", "2", "--out", str(out)]
+    assert main([*command, "--data", "shapes?size=16", "--images", "8", "--blocks", "0,1"]) == 0
+    text = capsys.readouterr().out
+    assert "distance from the dense model, on 8 images:" in text
+    assert "why:" in text
+    saved = open_saved(out)
+    assert saved.config.moe is not None
+    assert (saved.config.moe.num_experts, saved.config.moe.slots_per_expert) == (4, 2)
+    assert (saved.config.moe_blocks, saved.classes) == ((0, 1), tuple(f"c{i}" for i in range(7)))
+    assert saved.provenance["upcycled_from"] == str(dense)
+    assert main(["upcycle", str(dense), "--experts", "4"]) == 0
+    assert "random noise" in capsys.readouterr().out
+
+
+def test_upcycle_others_weights(tmp_path: Path, capsys):
+    """A safetensors file in timm's naming, with what it does not tell; the identity router shows that it is exact."""
+    state = {name: value.float().contiguous() for name, value in timm_names(PlainViT(gelu="none")).items()}
+    save_file(state, tmp_path / "model.safetensors")
+    command = ["upcycle", str(tmp_path / "model.safetensors"), "--experts", "3", "--router", "identity"]
+    assert main(command) == 2
+    assert "give heads=" in capsys.readouterr().err
+    assert main([*command, "--heads", "2", "--out", str(tmp_path / "out")]) == 0
+    assert "features    0.0000" in capsys.readouterr().out
+    assert from_pretrained(tmp_path / "out").config.heads == 2
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (["--blocks", "odd"], "--blocks must be last_half or block numbers"),
+        (["--init", "closest"], "give images="),
+        (["--heads", "2"], "heads can be given for files of others' weights only"),
+    ],
+)
+def test_upcycle_mistakes(dense: Path, extra: list[str], words: str, capsys):
+    """One line."""
+    assert main(["upcycle", str(dense), "--experts", "4", *extra]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_finetune_and_soup(dense: Path, tmp_path: Path, monkeypatch, capsys):
+    """From a saved model to runs at another, not square, size; from the runs to soups, uniform and greedy."""
+    monkeypatch.chdir(tmp_path)
+    for name, extra in (("a", []), ("b", ["--optim.name", "adamw", "--optim.layer-decay", "0.7"])):
+        command = ["finetune", str(dense), "shapes?size=16", "--image-size", "16x24", "--run-name", name]
+        assert main([*command, *QUICK, *extra, "--seed", str(len(extra))]) == 0
+        saved = open_saved(f"runs/{name}")
+        assert saved.config.image_size == (16, 24)
+        assert saved.classes is not None
+        assert len(saved.classes) > 7
+    assert main(["soup", "runs/a", "runs/b", "--out", "uniform"]) == 0
+    assert "averaged 2 models into uniform" in capsys.readouterr().out
+    greedy = ["soup", "runs/a", "runs/b", "--out", "greedy", "--greedy", "--data", "shapes?size=16", "--examples", "12"]
+    assert main(greedy) == 0
+    assert "soup of" in capsys.readouterr().out
+    assert open_saved("greedy").provenance["soup"] == "greedy"
+
+
+def test_finetune_dry_run_and_mistakes(dense: Path, tmp_path: Path, monkeypatch, capsys):
+    """The plan without the run; a model and data are needed; greedy needs data."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["finetune", str(dense), "shapes?size=16", "--image-size=24", "--dry-run"]) == 0
+    assert "image_size = 24" in capsys.readouterr().out
+    assert not (tmp_path / "runs").exists()
+    assert main(["finetune", "--help"]) == 0
+    for command in (["finetune", str(dense)], ["finetune", str(dense), "shapes", "--image-size"]):
+        assert main(command) == 2
+    assert main(["soup", str(dense), "--out", "x", "--greedy"]) == 2
+    assert "belong together" in capsys.readouterr().err
