@@ -1,14 +1,16 @@
 """`softmoe train RECIPE [--section.key value ...]`."""
 
 import signal
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from softmoe import recipes
+from softmoe.data import WorkerDied
 from softmoe.train import Result, TrainConfig, branch, train
+from softmoe.train.branch import plan_branch
 from softmoe.train.describe import describe_run
 from softmoe.train.folder import RunFolder
 
@@ -56,18 +58,34 @@ def main(argv: list[str]) -> int:
     if dry_run:
         print(describe_run(config))
         return 0
-    return finish(train(config))
+    try:
+        return finish(train(config))
+    except WorkerDied as error:
+        raise OSError(str(error)) from error
+    except RuntimeError as error:  # torch has a class of its own for this on accelerators only
+        if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
+            raise
+        raise OSError("out of memory: raise accumulate, set gradient_checkpointing True, or lower the batch") from error
 
 
 def parse(recipe: str, argv: list[str]) -> tuple[TrainConfig, bool]:
     prog = f"softmoe train {recipe}"
     if (Path(recipe) / "manifest.json").is_file():
         wanted = tyro.cli(BranchArguments, args=argv, prog=prog)
-        return branch(recipe, wanted.cooldown, wanted.run_name, wanted.runs), wanted.dry_run
-    stored = RunFolder(Path(recipe)).stored() if Path(recipe).is_dir() else None
-    default = recipes.load(recipe) if stored is None else stored[0]
+        make = plan_branch if wanted.dry_run else branch
+        return make(recipe, wanted.cooldown, wanted.run_name, wanted.runs), wanted.dry_run
+    default = stored_run(Path(recipe)) if Path(recipe).is_dir() else recipes.load(recipe)
     arguments = tyro.cli(Arguments, args=argv, prog=prog, default=Arguments(default))
     return arguments.config, arguments.dry_run
+
+
+def stored_run(path: Path) -> TrainConfig:
+    """The settings of a run, to go on in the folder where it is now."""
+    stored = RunFolder(path).stored()
+    if stored is None:
+        raise ValueError(f"{path} is not the folder of a run: it has no config.json")
+    place = path.resolve()
+    return replace(stored[0], runs=str(place.parent), run_name=place.name)
 
 
 def finish(result: Result) -> int:

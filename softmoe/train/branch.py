@@ -11,7 +11,7 @@ from pathlib import Path
 
 from softmoe.train.checkpoint import read_checkpoint
 from softmoe.train.config import TrainConfig
-from softmoe.train.files import sync_folder, write_json
+from softmoe.train.files import sync_folder
 from softmoe.train.folder import RunFolder
 from softmoe.train.metrics import MetricsFile
 
@@ -21,31 +21,44 @@ def branch(checkpoint: Path | str, cooldown: int, run_name: str | None = None, r
 
     `checkpoint` is a folder runs/NAME/checkpoints/step_XXXXXXXX. Where the branch exists already nothing is changed.
     """
-    checkpoint = Path(checkpoint)
-    source = RunFolder(checkpoint.resolve().parent.parent)
-    stored = source.stored()
-    if stored is None:
-        raise ValueError(f"{checkpoint} is not a checkpoint in the folder of a run")
-    step = read_checkpoint(checkpoint).step
-    config = branch_config(stored[0], step, cooldown, run_name, runs or str(source.path.parent))
-    target = RunFolder.of(config)
+    config = plan_branch(checkpoint, cooldown, run_name, runs)
+    checkpoint = Path(checkpoint).resolve()
+    source, target = run_of(checkpoint), RunFolder.of(config)
     if target.path.exists():
         return config
-    partial = target.path.with_name(f".partial-{target.path.name}-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    copy = RunFolder(partial)
-    copy_checkpoint(checkpoint.resolve(), copy.checkpoints / checkpoint.resolve().name)
+    partial = RunFolder(target.path.with_name(f".partial-{target.path.name}-{os.getpid()}"))
+    shutil.rmtree(partial.path, ignore_errors=True)
+    copy_checkpoint(checkpoint, partial.checkpoints / checkpoint.name)
     if source.metrics.exists():
-        shutil.copy(source.metrics, copy.metrics)
-        MetricsFile(copy.metrics).rewind(step)
-    facts = stored[1]
-    write_json(copy.config, {"train": config.to_dict(), "facts": facts})
-    os.rename(partial, target.path)
+        shutil.copy(source.metrics, partial.metrics)
+        MetricsFile(partial.metrics).rewind(config.steps - cooldown)
+    stored = source.stored()
+    assert stored is not None
+    partial.begin(config, facts=stored[1])
+    os.rename(partial.path, target.path)
     sync_folder(target.path.parent)
     return config
 
 
-def branch_config(old: TrainConfig, step: int, cooldown: int, run_name: str | None, runs: str) -> TrainConfig:
+def plan_branch(
+    checkpoint: Path | str, cooldown: int, run_name: str | None = None, runs: str | None = None
+) -> TrainConfig:
+    """The settings of a branch, without making it."""
+    checkpoint = Path(checkpoint).resolve()
+    source = run_of(checkpoint)
+    stored = source.stored()
+    if stored is None:
+        raise ValueError(f"{checkpoint} is not a checkpoint in the folder of a run")
+    step = read_checkpoint(checkpoint).step
+    name = run_name or f"{source.path.name}-{step}-{cooldown}"
+    return branch_config(stored[0], step, cooldown, name, runs or str(source.path.parent))
+
+
+def run_of(checkpoint: Path) -> RunFolder:
+    return RunFolder(checkpoint.parent.parent)
+
+
+def branch_config(old: TrainConfig, step: int, cooldown: int, run_name: str, runs: str) -> TrainConfig:
     """The same rates up to `step`, then a straight line to zero."""
     if cooldown < 1:
         raise ValueError(f"a branch needs a cooldown of at least 1 step, got {cooldown}")
@@ -58,7 +71,7 @@ def branch_config(old: TrainConfig, step: int, cooldown: int, run_name: str | No
         )
     return replace(
         old,
-        run_name=run_name or f"{old.run_name}-{step}-{cooldown}",
+        run_name=run_name,
         runs=runs,
         steps=step + cooldown,
         schedule=replace(old.schedule, cooldown=cooldown, decay_steps=old.schedule.decay_steps or old.steps),

@@ -20,6 +20,7 @@ from softmoe.train.progress import Clock
 from softmoe.train.reporting import evaluate, log, report_bad_step, show_progress
 from softmoe.train.run import Progressed, Run, build
 from softmoe.train.signals import StopRequest
+from softmoe.train.sinks import make_sinks
 from softmoe.train.step import train_step
 
 
@@ -53,10 +54,13 @@ def train(
         stack.callback(run.close)
         stack.enter_context(data_warnings_to(run))
         resume(run)
+        run.sinks = make_sinks(config, folder.path, run.done.step)
         stop = stack.enter_context(StopRequest())
         run_steps(run, stop)
         if stop.signal is not None:
             save(run)
+        if run.data.loader.broken:
+            run.progress.report(f"{len(run.data.loader.broken)} images could not be read and were replaced by others")
     return Result(folder, run.done.step, run.numbers, None if stop.signal is None else int(stop.signal))
 
 
@@ -142,6 +146,7 @@ def save(run: Run) -> None:
         "step": done.step,
         "seed": run.config.seed,
         "data": {"next_step": done.step, "fingerprint": run.data.train.fingerprint},
+        "classes": list(run.data.train.classes),
         "progress": asdict(done),
         "config": run.config.to_dict(),
     }

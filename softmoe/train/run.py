@@ -20,7 +20,7 @@ from softmoe.train.optim import make_optimizer
 from softmoe.train.parts import Average, Data, build_model, choose_device, choose_precision
 from softmoe.train.progress import Progress
 from softmoe.train.schedule import Schedule, make_schedule
-from softmoe.train.sinks import Sink, make_sinks
+from softmoe.train.sinks import Sink
 from softmoe.train.tap import RoutingTap
 
 
@@ -59,8 +59,8 @@ class Run:
     store: CheckpointStore
     metrics: MetricsFile
     progress: Progress
-    sinks: list[Sink]
     flops_per_image: int
+    sinks: list[Sink] = field(default_factory=list)
     done: Progressed = field(default_factory=Progressed)
     watch: HealthWatch = field(default_factory=HealthWatch)
     numbers: dict[str, float] = field(default_factory=dict)
@@ -113,6 +113,5 @@ def build(
         store=CheckpointStore(folder.checkpoints, config.checkpoint, progress.report),
         metrics=MetricsFile(folder.metrics),
         progress=progress,
-        sinks=make_sinks(config, folder.path),
         flops_per_image=cost(shape).train_flops,
     )

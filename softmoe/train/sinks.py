@@ -14,22 +14,23 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-def make_sinks(config: TrainConfig, folder: Path) -> list[Sink]:
+def make_sinks(config: TrainConfig, folder: Path, step: int) -> list[Sink]:
+    """Those the run asks for; it continues at `step`, and what they were told of later steps no longer holds."""
     sinks: list[Sink] = []
     if config.log.tensorboard:
-        sinks.append(TensorBoard(folder / "tensorboard"))
+        sinks.append(TensorBoard(folder / "tensorboard", step))
     if config.log.wandb:
         sinks.append(WeightsAndBiases(config, folder))
     return sinks
 
 
 class TensorBoard:
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, step: int):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ModuleNotFoundError("log.tensorboard needs the extra: pip install softmoe[tensorboard]") from error
-        self._writer = SummaryWriter(str(folder))
+        self._writer = SummaryWriter(str(folder), purge_step=step + 1)
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
         for name, value in numbers.items():
@@ -46,7 +47,7 @@ class WeightsAndBiases:
         except ImportError as error:
             raise ModuleNotFoundError("log.wandb needs the extra: pip install softmoe[wandb]") from error
         self._run = wandb.init(
-            project=config.log.wandb, name=config.run_name, dir=str(folder), config=config.to_dict(), resume="allow"
+            project=config.log.wandb, id=config.run_name, dir=str(folder), config=config.to_dict(), resume="allow"
         )
 
     def write(self, step: int, numbers: dict[str, float]) -> None:

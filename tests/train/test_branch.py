@@ -57,7 +57,7 @@ def test_a_branch_can_be_started_again(long):
 def test_the_past_keeps_its_rates(make_config, kind: str):
     """Whatever the schedule, the rates before the branch are those of the run, and the last is on the way to zero."""
     old = make_config(steps=20, **{"schedule.kind": kind, "schedule.warmup": 2})
-    new = branch_config(old, 10, 5, None, old.runs)
+    new = branch_config(old, 10, 5, "new", old.runs)
     was, now = make_schedule(old.schedule, old.steps), make_schedule(new.schedule, new.steps)
     assert [was(t) for t in range(11)] == [now(t) for t in range(11)]
     assert now(14) == pytest.approx(was(10) / 5)

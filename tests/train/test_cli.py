@@ -3,6 +3,9 @@ from pathlib import Path
 import pytest
 
 from softmoe.cli import main
+from softmoe.data import WorkerDied
+from softmoe.train import Result
+from softmoe.train.folder import RunFolder
 
 OPTIONS = {
     "steps": 2,
@@ -43,9 +46,14 @@ def test_train_continue_and_branch(tmp_path: Path, capsys: pytest.CaptureFixture
     out = capsys.readouterr().out
     assert "val/top1" in out
     assert str(folder / "checkpoints" / "last") in out
-    assert main(["train", str(folder), "--steps", "3"]) == 0
-    assert main(["train", str(folder / "checkpoints" / "step_00000003"), "--cooldown", "2"]) == 0
-    assert (tmp_path / "quickstart-3-2" / "checkpoints" / "step_00000005").is_dir()
+    moved = folder.rename(tmp_path / "moved")
+    assert main(["train", str(moved), "--steps", "3"]) == 0
+    assert not folder.exists()
+    cool = ["train", str(moved / "checkpoints" / "step_00000003"), "--cooldown", "2"]
+    assert main([*cool, "--dry-run"]) == 0
+    assert not (tmp_path / "moved-3-2").exists()
+    assert main(cool) == 0
+    assert (tmp_path / "moved-3-2" / "checkpoints" / "step_00000005").is_dir()
 
 
 def test_every_model_setting_is_settable(tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -91,3 +99,30 @@ def test_help(capsys: pytest.CaptureFixture):
     out = capsys.readouterr().out
     for key in ("--model.slots-per-expert", "--data.transform.mixup", "--schedule.timescale", "--dry-run"):
         assert key in out
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (WorkerDied("A data worker process was stopped"), "A data worker process was stopped"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "out of memory: raise accumulate"),
+    ],
+)
+def test_what_goes_wrong_outside(error: Exception, words: str, monkeypatch, tmp_path: Path, capsys):
+    """A killed worker and too little memory end in a sentence too."""
+
+    def fail(config):
+        raise error
+
+    monkeypatch.setattr("softmoe.cli.train.train", fail)
+    assert run(tmp_path) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "code"), [(2, 130), (15, 143)])
+def test_exit_codes_of_stopped_runs(number: int, code: int, monkeypatch, tmp_path: Path, capsys):
+    """As shells have it, 128 + the signal, with the command that continues."""
+    result = Result(RunFolder(tmp_path / "x"), 5, {}, number)
+    monkeypatch.setattr("softmoe.cli.train.train", lambda config: result)
+    assert run(tmp_path) == code
+    assert f"to continue: softmoe train {tmp_path / 'x'}" in capsys.readouterr().out
