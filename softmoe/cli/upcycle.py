@@ -30,7 +30,7 @@ class Arguments:
     """Images for the routers and the report: a folder, or a source as in training."""
     split: str = "train"
     images: int = 128
-    """How many of them."""
+    """How many of them: so many for the routers, and as many others for the report."""
     out: str | None = None
     """Folder of the new model; None only reports."""
     heads: int | None = None
@@ -59,7 +59,10 @@ def main(argv: list[str]) -> int:
     foreign = {name: getattr(a, name) for name in ("heads", "image_size", "activation", "mean", "std")}
     dense = read_model(a.dense, **{name: value for name, value in foreign.items() if value is not None})
     facts = saved_facts(a.dense)
-    images = None if a.data is None else read_images(a, facts.get("preprocessing"), dense.config.image_shape)
+    images = held_out = None
+    if a.data is not None:
+        both = read_images(a, facts.get("preprocessing"), dense.config.image_shape)
+        images, held_out = both[::2], both[1::2]
     options = {} if a.capacity_factor is None else {"capacity_factor": a.capacity_factor}
     start = upcycle(
         dense,
@@ -70,6 +73,7 @@ def main(argv: list[str]) -> int:
         init=a.init or ("copy" if images is None else "closest"),
         noise=a.noise,
         images=images,
+        held_out=held_out,
         **options,
     )
     print(start.distance)
@@ -105,6 +109,6 @@ def read_images(a: Arguments, preprocessing: Any, size: tuple[int, int]) -> Any:
     from softmoe.models.pretrained import Preprocessing
 
     assert a.data is not None
-    source = random_subset(open_data(a.data, a.split), a.images, a.seed)
+    source = random_subset(open_data(a.data, a.split), 2 * a.images, a.seed)
     transform = evaluation_transform(preprocessing or Preprocessing(size))
-    return next(iter(evaluation_batches(source, transform, a.images))).images
+    return next(iter(evaluation_batches(source, transform, len(source)))).images

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from softmoe.convert.upcycle_distance import Distance, distance
+from softmoe.convert.upcycle_distance import Distance, distance, evaluating
 from softmoe.convert.upcycle_routers import WAYS, can_start_near, refine, start_near
 from softmoe.models import MoEConfig, VisionTransformer
 from softmoe.models.transformer import MLP, Block
@@ -41,6 +41,7 @@ def upcycle(
     init: str = "copy",
     noise: float = 0.0,
     images: Tensor | None = None,
+    held_out: Tensor | None = None,
     **options: Any,
 ) -> Upcycled:
     """Replace the MLPs of `blocks` ("last_half", or indices) by MoE layers whose experts are copies of them.
@@ -49,7 +50,7 @@ def upcycle(
     `images` (B, 3, height, width) so that each token comes back from a slot with tokens like it, or with its
     neighbors; "closest" takes for each layer the better of the two and refines it by gradient descent. `noise` is the
     deviation of what is added to each expert, relative to that of the weights. `options` are further fields of
-    MoEConfig.
+    MoEConfig. The distance is measured on `held_out` images if given, else on `images`, else on noise.
     """
     config = dense.config
     if config.moe is not None:
@@ -72,11 +73,14 @@ def upcycle(
     if init != "copy":
         if images is None:
             raise ValueError(f"init={init!r} looks at the tokens of real images: give images=, or use init='copy'")
-        fit_routers(dense, model, images, init)
+        with evaluating(dense, model):
+            fit_routers(dense, model, images, init)
     if noise:
         add_noise(model, noise)
-    looked_at = images if images is not None else random_images(model)
-    return Upcycled(model, distance(dense, model, looked_at, real=images is not None))
+    seen = images if held_out is None else held_out
+    return Upcycled(
+        model, distance(dense, model, random_images(model) if seen is None else seen, real=seen is not None)
+    )
 
 
 def parse_blocks(blocks: str | Sequence[int]) -> tuple[int, ...]:
@@ -117,8 +121,6 @@ def layers(model: VisionTransformer, index: int) -> MoE | MLP:
 
 def fit_routers(dense: VisionTransformer, model: VisionTransformer, images: Tensor, init: str) -> None:
     """Layer after layer, each on the tokens that reach it through the layers already set."""
-    modes = dense.training, model.training
-    dense.eval(), model.eval()
     x_BMD = encoder_input(model, images)
     for index, block in enumerate(model.encoder.blocks):
         assert isinstance(block, Block)
@@ -130,7 +132,6 @@ def fit_routers(dense: VisionTransformer, model: VisionTransformer, images: Tens
             if init == "closest":
                 refine(block.mlp, mlp, normed_BMD)
         x_BMD = x_BMD + block.mlp(normed_BMD)
-    dense.train(modes[0]), model.train(modes[1])
 
 
 def encoder_input(model: VisionTransformer, images: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 Letters: B images, M tokens, D width.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -49,8 +51,6 @@ class Distance:
 @torch.no_grad()
 def distance(dense: VisionTransformer, other: VisionTransformer, images: Tensor, *, real: bool = True) -> Distance:
     """Compare `other` (upcycled from `dense`) with it, in evaluation mode."""
-    modes = dense.training, other.training
-    dense.eval(), other.eval()
     layers = dict.fromkeys(other.config.moe_blocks, 0.0)
     seen: dict[int, tuple[Tensor, Tensor]] = {}
     hooks = [
@@ -58,15 +58,15 @@ def distance(dense: VisionTransformer, other: VisionTransformer, images: Tensor,
         for index in layers
     ]
     try:
-        ours, theirs = (model.forward_features(images) for model in (dense, other))
+        with evaluating(dense, other):
+            ours, theirs = (model.forward_features(images) for model in (dense, other))
+            for index, (given, output) in seen.items():
+                layers[index] = relative(other.encoder.blocks[index].mlp(given), output)  # pyright: ignore
     finally:
         for hook in hooks:
             hook.remove()
-    for index, (given, output) in seen.items():
-        layers[index] = relative(other.encoder.blocks[index].mlp(given), output)  # pyright: ignore
     features = [m.forward_head(x, pre_logits=True) for m, x in ((dense, ours), (other, theirs))]
     logits = [m.forward_head(x) for m, x in ((dense, ours), (other, theirs))]
-    dense.train(modes[0]), other.train(modes[1])
     headless = isinstance(dense.head, nn.Identity)
     return Distance(
         features=relative(features[1], features[0]),
@@ -76,6 +76,19 @@ def distance(dense: VisionTransformer, other: VisionTransformer, images: Tensor,
         images=len(images),
         real=real,
     )
+
+
+@contextmanager
+def evaluating(*models: nn.Module) -> Iterator[None]:
+    """Without dropout and noise; afterwards each model is in the mode it was in."""
+    modes = [model.training for model in models]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for model, mode in zip(models, modes, strict=True):
+            model.train(mode)
 
 
 def keep(seen: dict[int, tuple[Tensor, Tensor]], index: int):

@@ -190,6 +190,18 @@ def test_from_other_peoples_weights(naming):
     torch.testing.assert_close(model(images), plain(images), rtol=1e-10, atol=1e-10)
 
 
+def test_the_report_is_on_held_out_images():
+    """Routers are fitted to some images and judged by others; a model in training mode is judged without dropout."""
+    dense = VisionTransformer(ViTConfig(**{**SHAPE.__dict__, "dropout": 0.5})).double().train()
+    fit, rest = IMAGES[::2], IMAGES[1::2]
+    torch.manual_seed(0)
+    start = upcycle(dense, 4, init="closest", images=fit, held_out=rest)
+    assert start.distance == distance(dense, start.model, rest)
+    assert start.distance.images == 8
+    assert dense.training
+    assert start.model.training
+
+
 def test_distance_by_hand():
     """Means over the images of |a - b| / |b|, features and logits; the heads' share of equal classes."""
     dense = dense_model()
