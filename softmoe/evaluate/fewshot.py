@@ -14,7 +14,9 @@ with each example left out. With K = ZZ' and the inverse G = (K + l2 I)^-1, exam
 
 What remains to be chosen is l2:
 
-    loo      by accuracy with each training example left out in turn; the test set is not looked at (our default)
+    loo      by accuracy with each training example left out in turn; the test set is not looked at (our default).
+             One shot leaves nothing of a class when its example is left out, so its l2 comes from two shots: a second
+             training image of each class helps to choose this one number, and nothing else
     paper    by test accuracy: for each number of shots the l2 whose rank, averaged over data sets and seeds, is best
 """
 
@@ -125,7 +127,7 @@ class FewShotResult:
 
     def to_dict(self) -> dict[str, Any]:
         chosen = {
-            "loo": "by leave-one-out on the training examples, without the test set",
+            "loo": "by leave-one-out on the training examples (one shot: on two), without the test set",
             "paper": "by test accuracy, as in the paper: optimistic",
         }[self.protocol]
         return {
@@ -159,10 +161,9 @@ def few_shot(
         for sub_seed in range(seeds):
             order = sample(train.single_labels(), classes, seed, sub_seed)
             for k in shots:
-                picked = np.concatenate([indices[:k] for indices in order])
-                ridge = Ridge.fit(train.vectors[picked], train.labels[picked], classes)
+                ridge = fit_shots(train, order, k)
                 if protocol == "loo":
-                    l2 = choose_by_leave_one_out(ridge, l2_grid, k)
+                    l2 = choose_by_leave_one_out(ridge if k > 1 else fit_shots(train, order, 2), l2_grid)
                     chosen[name][k][sub_seed] = l2
                     accuracies[name][k][sub_seed] = accuracy(ridge, test, l2)
                 else:
@@ -179,15 +180,14 @@ def accuracy(ridge: Ridge, test: Features, l2: float) -> float:
     return float((ridge.scores(test.vectors, l2).argmax(1) == test.single_labels()).mean())
 
 
-def choose_by_leave_one_out(ridge: Ridge, grid: Sequence[float], shots: int) -> float:
-    """The l2 of the best accuracy over left-out examples; among equals, that of the smallest squared error.
+def fit_shots(train: Features, order: Sequence[np.ndarray], shots: int) -> Ridge:
+    """The problem of the first `shots` examples of each class in this order."""
+    picked = np.concatenate([indices[:shots] for indices in order])
+    return Ridge.fit(train.vectors[picked], train.single_labels()[picked], len(train.classes))
 
-    With one shot nothing of a class remains when its example is left out. Then l2 is the number of features, which is
-    the mean squared length of an example: the penalty and the data weigh the same.
-    """
-    if shots == 1:
-        features = ridge.Z_nD.shape[1] - 1
-        return min(grid, key=lambda l2: abs(np.log(max(l2, 1e-300)) - np.log(features)))
+
+def choose_by_leave_one_out(ridge: Ridge, grid: Sequence[float]) -> float:
+    """The l2 of the best accuracy over left-out examples; among equals, that of the smallest squared error."""
     truth_n = ridge.Y_nC.argmax(1)
 
     def quality(l2: float) -> tuple[float, float]:

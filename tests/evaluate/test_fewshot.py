@@ -138,13 +138,26 @@ def test_choose_by_test():
 
 
 def test_choose_by_leave_one_out():
-    """The choice has the best left-out accuracy of the grid; with one shot it is the number of features."""
+    """The choice has the best left-out accuracy of the grid."""
     train = blobs(6, 5, 24, 3, 2.0)
     ridge = Ridge.fit(train.vectors, train.labels, 5)
-    best = choose_by_leave_one_out(ridge, L2_GRID, shots=6)
+    best = choose_by_leave_one_out(ridge, L2_GRID)
     shares = {l2: (ridge.left_out(l2).argmax(1) == train.labels).mean() for l2 in L2_GRID}
     assert shares[best] == max(shares.values())
-    assert choose_by_leave_one_out(ridge, L2_GRID, shots=1) == 32.0  # of 16 and 32, nearer to 24 by ratio
+
+
+def test_one_shot_takes_the_penalty_of_two():
+    """Leaving out a class's only example says nothing; the choice is made with two, the weights with one."""
+    train, test = blobs(8, 5, 24, 3, 2.0), blobs(40, 5, 24, 4, 2.0)
+    found = few_shot({"a": (train, test)}, shots=(1, 2), seeds=2)
+    assert found.l2["a"][1] == found.l2["a"][2]
+    for s in range(2):
+        picked = [indices[0] for indices in sample(train.labels, 5, 0, s)]
+        W = direct(train.vectors[picked].astype(np.float64), train.labels[picked], 5, found.l2["a"][1][s])
+        x = train.vectors[picked].astype(np.float64)
+        z = (test.vectors - x.mean(0)) / (x.std(0) + 1e-5)
+        said = (np.hstack([z, np.full((len(z), 1), 100.0)]) @ W).argmax(1)
+        assert found.accuracies["a"][1][s] == (said == test.labels).mean()
 
 
 def test_more_shots_help():
