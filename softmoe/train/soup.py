@@ -3,15 +3,16 @@
     soup(["runs/a", "runs/b", "runs/c"], "souped")                   all of them
     greedy_soup(models, "souped", score)                             those that do not make it worse
 
-Weights are read from mapped files and averaged tensor by tensor, in pieces, so the memory needed is about that of the
-largest tensor, however large and many the models are; greedy soups need one model in memory to be scored.
+Weights are read and averaged tensor by tensor, in pieces, so the memory needed is about that of the largest tensor,
+however large and many the models are; greedy soups need one model in memory to be scored.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -36,8 +37,37 @@ class Soup:
     """Greedy: of the soup."""
 
 
+class Pieces:
+    """Parts of tensors by plain reading. Mapped files would stay in memory as far as they were looked at."""
+
+    def __init__(self, folder: Path, files: Sequence[str]):
+        self._stack = ExitStack()
+        self._place: dict[str, tuple[BinaryIO, int]] = {}
+        for name in files:
+            file = self._stack.enter_context((folder / name).open("rb"))
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            self._place |= {key: (file, 8 + length + facts["data_offsets"][0]) for key, facts in header.items()}
+
+    def __enter__(self) -> "Pieces":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def read(self, name: str, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+        """Numbers start..stop of the tensor as it lies in the file."""
+        file, offset = self._place[name]
+        data = bytearray((stop - start) * dtype.itemsize)
+        file.seek(offset + start * dtype.itemsize)
+        if file.readinto(data) != len(data):  # pyright: ignore[reportAttributeAccessIssue]
+            raise ValueError(f"{file.name} ends before the tensor {name} does")
+        return torch.frombuffer(data, dtype=dtype)
+
+
 class Ingredients:
-    """Saved models of one architecture, their weights mapped, not loaded."""
+    """Saved models of one architecture, open to be read in pieces."""
 
     def __init__(self, models: Sequence[str | Path]):
         if not models:
@@ -48,8 +78,8 @@ class Ingredients:
             check_alike(self.models)
             for saved in self.models:
                 check_files(saved.folder, saved.files, hashes=True)
-            self.weights = [self._stack.enter_context(WeightFiles(m.folder, m.files)) for m in self.models]
-            self.specs = self._common_specs()
+            self.specs = common_specs(self.models)
+            self._pieces = [self._stack.enter_context(Pieces(m.folder, list(m.files))) for m in self.models]
         except BaseException:
             self._stack.close()
             raise
@@ -60,29 +90,17 @@ class Ingredients:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
-    def _common_specs(self) -> dict[str, Spec]:
-        first = {name: self.weights[0].spec(name) for name in self.weights[0].names}
-        for saved, weights in zip(self.models[1:], self.weights[1:], strict=True):
-            specs = {name: weights.spec(name) for name in weights.names}
-            for name in first | specs:
-                if first.get(name) != specs.get(name):
-                    raise ValueError(
-                        f"{self.models[0].folder} and {saved.folder} cannot be averaged: {name} is "
-                        f"{shown(first.get(name))} in one and {shown(specs.get(name))} in the other"
-                    )
-        return first
-
     def mean(self, name: str, which: Sequence[int]) -> Tensor:
         """The mean of one tensor over some of the models, in its own dtype; summed in float64, piece by piece."""
-        sources = [self.weights[index].tensor(name).flatten() for index in which]
-        result = torch.empty(self.specs[name].shape, dtype=self.specs[name].dtype)
+        spec = self.specs[name]
+        result = torch.empty(spec.shape, dtype=spec.dtype)
         flat = result.view(-1)
         for start in range(0, flat.numel(), PIECE):
-            piece = slice(start, start + PIECE)
-            total = sources[0][piece].to(torch.float64)
-            for source in sources[1:]:
-                total = total + source[piece]
-            flat[piece] = total / len(sources)
+            stop = min(start + PIECE, flat.numel())
+            total = torch.zeros(stop - start, dtype=torch.float64)
+            for index in which:
+                total += self._pieces[index].read(name, spec.dtype, start, stop)
+            flat[start:stop] = total / len(which)
         return result
 
     def write(self, which: Sequence[int], out: str | Path, provenance: dict[str, Any]) -> SavedModel:
@@ -97,6 +115,22 @@ class Ingredients:
             classes=first.classes,
             provenance=provenance | {"ingredients": made_of},
         )
+
+
+def common_specs(models: Sequence[SavedModel]) -> dict[str, Spec]:
+    """Type and shape of every tensor, the same in all models."""
+    first: dict[str, Spec] = {}
+    for saved in models:
+        with WeightFiles(saved.folder, saved.files) as weights:
+            specs = {name: weights.spec(name) for name in weights.names}
+        first = first or specs
+        for name in first | specs:
+            if first.get(name) != specs.get(name):
+                raise ValueError(
+                    f"{models[0].folder} and {saved.folder} cannot be averaged: {name} is {shown(first.get(name))} in "
+                    f"one and {shown(specs.get(name))} in the other"
+                )
+    return first
 
 
 def soup(models: Sequence[str | Path], out: str | Path) -> Soup:
