@@ -20,6 +20,8 @@ class Arguments:
     data: Annotated[str, tyro.conf.Positional]
     """Source of images: a folder with SPLIT/CLASS/IMAGE, or shapes, wds:PATTERN, hf:NAME, idx:PATH, digits."""
     split: str = "val"
+    labels: Path | None = None
+    """JSON of labels to use instead, several per image: a list by image number (ReaL's form) or an object by name."""
     examples: int | None = None
     """Evaluate on so many images only, chosen at random (always the same ones)."""
     image_size: str | None = None
@@ -48,6 +50,7 @@ def main(argv: list[str]) -> int:
         a.model,
         a.data,
         split=a.split,
+        labels=a.labels,
         examples=a.examples,
         image_size=size,
         loss=a.loss,

@@ -9,7 +9,16 @@ from softmoe.data import Batch, Source, evaluation_batches
 from softmoe.evaluate.classify import Loss, count, outputs_of
 from softmoe.evaluate.features import Features, Progress, extract
 from softmoe.evaluate.fewshot import SHOTS, Protocol, few_shot
-from softmoe.evaluate.inputs import Loaded, find_images, load, match_classes, open_data, random_subset
+from softmoe.evaluate.inputs import (
+    Loaded,
+    NewLabels,
+    find_images,
+    load,
+    match_classes,
+    open_data,
+    random_subset,
+    read_labels,
+)
 from softmoe.evaluate.knn import nearest_neighbors
 from softmoe.evaluate.linear_probe import linear_probe
 from softmoe.evaluate.prediction import Prediction, Unreadable, predict_files
@@ -20,6 +29,7 @@ def evaluate(
     data: str,
     *,
     split: str = "val",
+    labels: str | Path | None = None,
     examples: int | None = None,
     image_size: int | tuple[int, int] | None = None,
     loss: Loss = "softmax",
@@ -28,11 +38,17 @@ def evaluate(
     device: str = "auto",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Accuracy, loss and calibration of a saved model on data, with a row for every class, as plain values for JSON."""
+    """Accuracy, loss and calibration of a saved model on data, with a row for every class, as plain values for JSON.
+
+    `labels` is a JSON file of labels to use instead of the data's, several per image (ReaL).
+    """
     loaded = load(model, device=device, image_size=image_size)
-    source = random_subset(open_data(data, split), examples)
     outputs = outputs_of(loaded.model)
-    matched, how = match_classes(source, loaded.saved.classes, outputs)
+    source = random_subset(open_data(data, split), examples)
+    if labels is None:
+        matched, how = match_classes(source, loaded.saved.classes, outputs)
+    else:
+        matched, how = NewLabels(source, read_labels(labels), loaded.class_names()), "file"
     broken: list[tuple[str, str]] = []
 
     def watched():
@@ -46,14 +62,14 @@ def evaluate(
 
     totals = count(loaded.model, watched(), loss=loss)
     return {
-        **_about(loaded, {data: source}, split=split),
+        **_about(loaded, {data: matched}, split=split),
         "numbers": totals.numbers(),
         "images": totals.images,
         "unlabeled": totals.unlabeled,
         "unreadable": [{"image": name, "reason": reason} for name, reason in broken],
-        "multi_label": source.multi_label,
+        "multi_label": matched.multi_label,
         "classes_matched_by": how,
-        "classes": totals.class_table(loaded.saved.classes or source.classes),
+        "classes": totals.class_table(loaded.saved.classes or matched.classes),
         "calibration": totals.calibration_table(),
     }
 

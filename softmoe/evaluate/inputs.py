@@ -2,6 +2,7 @@
 
 import glob
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -114,6 +115,54 @@ class Relabeled:
 
     def _renumber(self, example: Example) -> Example:
         return replace(example, labels=tuple(self.numbers[label] for label in example.labels))
+
+
+class NewLabels:
+    """A source with other labels, several or none for an image, in the model's numbering: ReaL for ImageNet.
+
+    `labels` maps the name of an image file without its ending to class numbers; or it is a list in which the number
+    at the end of the name, from 1, is the place (as in ReaL's own file, for names like ILSVRC2012_val_00000001).
+    """
+
+    multi_label = True
+
+    def __init__(self, source: Source, labels: dict[str, list[int]] | list[list[int]], classes: tuple[str, ...]):
+        self.source, self.labels, self.classes = source, labels, classes
+        self.fingerprint = fingerprint("labels", source.fingerprint, json.dumps(labels, sort_keys=True))
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Example:
+        return self.read(index)
+
+    def read(self, index: int, min_side: MinSide = None) -> Example:
+        example = self.source.read(index, min_side)
+        return replace(example, labels=tuple(self._find(example.name)))
+
+    def _find(self, name: str) -> list[int]:
+        stem = Path(name).stem
+        if isinstance(self.labels, dict):
+            found = self.labels.get(stem)
+        else:
+            digits = re.search(r"\d+$", stem)
+            place = int(digits[0]) if digits else 0
+            found = self.labels[place - 1] if 0 < place <= len(self.labels) else None
+        if found is None:
+            raise ValueError(f"the file of labels has none for the image {name}")
+        return found
+
+
+def read_labels(path: str | Path) -> dict[str, list[int]] | list[list[int]]:
+    """A JSON list or object of lists of class numbers."""
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    rows = values.values() if isinstance(values, dict) else values if isinstance(values, list) else [None]
+    if not all(isinstance(row, list) and all(type(label) is int for label in row) for row in rows):
+        raise ValueError(f"{path} must be a list, or an object by image name, of lists of class numbers")
+    return values
 
 
 def match_classes(source: Source, classes: Sequence[str] | None, outputs: int) -> tuple[Source, str]:

@@ -73,6 +73,45 @@ def test_batch_size_does_not_matter(model, data, capsys):
     assert found[0] == pytest.approx(found[2], abs=1e-6)
 
 
+@pytest.mark.parametrize("form", ["object", "list"])
+def test_labels_from_a_file(form, model, data, tmp_path, capsys):
+    """ReaL-style labels: any of several is right, an empty list leaves the image out, by name or by number."""
+    rows = [[0], [0, 1], [1], [], [0]]  # 0.png, named twice, once dark and once light
+    for split in ("dark", "light"):
+        for i in reversed(range(5)):
+            (data / "val" / split / f"{i}.png").rename(data / "val" / split / f"{split}_{i + 1}.png")
+    labels = tmp_path / "real.json"
+    if form == "object":
+        named = {f"dark_{i + 1}": row for i, row in enumerate(rows)}
+        labels.write_text(json.dumps(named | {f"light_{i + 1}": row for i, row in enumerate(rows)}))
+    else:
+        labels.write_text(json.dumps(rows))
+    assert main(["evaluate", str(model), str(data), "--labels", str(labels), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["images"], report["unlabeled"]) == (8, 2)
+    assert report["numbers"]["top1"] == pytest.approx((3 + 2) / 8)  # dark: 0, 0|1, 0; light: 0|1, 1
+    assert main(["evaluate", str(model), str(data), "--labels", str(labels)]) == 0
+    assert "precision@1 (multi-label)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[[0]]", "has none for the image"),
+        ('{"0": [1]}', "has none for the image"),
+        ("[0, 1]", "of lists of class numbers"),
+        ("7", "of lists of class numbers"),
+        ("[[0", "is not valid JSON"),
+        ('{"0": [7], "1": [7], "2": [7], "3": [7], "4": [7]}', "0 to 1"),
+    ],
+)
+def test_wrong_files_of_labels(text, message, model, data, tmp_path, capsys):
+    """Images without an entry, other shapes and labels outside the model end in one line."""
+    (tmp_path / "real.json").write_text(text)
+    assert main(["evaluate", str(model), str(data), "--labels", str(tmp_path / "real.json")]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_other_sizes_and_splits(model, data, capsys):
     """Another resolution and another split work."""
     arguments = ["--image-size", "24x32", "--split", "train", "--json"]

@@ -1,0 +1,121 @@
+"""Where a model may be: a folder, a run, a checkpoint, the Hub."""
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from saved_models import NAMES, refused, tiny
+
+import softmoe
+from softmoe.models import VisionTransformer
+from softmoe.models.pretrained import Preprocessing, load_saved, open_saved
+from softmoe.models.weights import sha256
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    softmoe.save_pretrained(tiny(), tmp_path / "m", classes=NAMES, provenance={"run": "r", "step": 7})
+    return tmp_path / "m"
+
+
+def test_a_run_folder(saved, tmp_path):
+    """A run's exported model is found in its model/."""
+    run = tmp_path / "runs" / "x"
+    run.mkdir(parents=True)
+    saved.rename(run / "model")
+    (run / "config.json").write_text("{}")
+    assert open_saved(run).folder == run / "model"
+
+
+def checkpoint(folder: Path, model: VisionTransformer, **extra) -> None:
+    folder.mkdir(parents=True)
+    save_file(model.state_dict(), folder / "model.safetensors")
+    for name, other in extra.items():
+        save_file(other.state_dict(), folder / f"{name}.safetensors")
+    transform = {"image_size": 32, "crop": "inception", "central_ratio": 1.2, "antialias": True, "flip": True}
+    state = {"config": {"run_name": "x", "data": {"train": "shapes", "transform": transform}}}
+    (folder / "config.json").write_text(json.dumps(model.config.to_dict()))
+    (folder / "state.json").write_text(json.dumps(state))
+    files = {p.name: {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in folder.iterdir()}
+    (folder / "manifest.json").write_text(json.dumps({"step": 3, "files": files}))
+
+
+def test_a_run_without_an_export(tmp_path):
+    """The best checkpoint is used, else the last; of one with averaged weights, those."""
+    last, best, average = tiny(), tiny(), tiny()
+    checkpoint(tmp_path / "x" / "checkpoints" / "last", last)
+    assert torch.equal(softmoe.from_pretrained(tmp_path / "x").head.weight, last.head.weight)
+    checkpoint(tmp_path / "x" / "checkpoints" / "best", best, ema=average)
+    found = open_saved(tmp_path / "x")
+    assert torch.equal(load_saved(found).head.weight, average.head.weight)
+    assert found.provenance["step"] == 3
+    assert found.preprocessing == Preprocessing((32, 32), "central", 1.2)
+
+
+def test_a_broken_checkpoint(tmp_path):
+    """A checkpoint that lacks its state is refused."""
+    checkpoint(tmp_path / "c", tiny())
+    (tmp_path / "c" / "state.json").unlink()
+    refused(tmp_path / "c", "is not a readable checkpoint", "state.json")
+
+
+def test_missing_folder(tmp_path):
+    """A folder that is not there, a file, and a folder of something else are named."""
+    refused(tmp_path / "none", "there is no folder", "none")
+    (tmp_path / "file").write_text("")
+    refused(tmp_path / "file", "is a file")
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", "is not a saved model")
+    (tmp_path / "empty" / "config.json").write_text('{"model_type": "vit"}')
+    refused(tmp_path / "empty", "is not a saved model")
+
+
+def test_hub_package_is_absent(monkeypatch):
+    """Without huggingface_hub a Hub id says what to install."""
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    refused("user/name", "no folder user/name", "pip install 'softmoe[hub]'")
+
+
+def test_hub_is_offline(monkeypatch):
+    """A failed download is one sentence."""
+
+    def fails(*arguments, **options):
+        raise ConnectionError("Cannot reach huggingface.co: offline mode is enabled.\nMore lines")
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=fails))
+    refused("user/name", "could not be fetched from the Hub: Cannot reach")
+
+
+def test_hub_download(monkeypatch, saved):
+    """What the Hub's library downloads is read like any folder; pickles are never asked for."""
+    asked = {}
+
+    def gives(name, revision, allow_patterns):
+        asked.update(name=name, revision=revision, patterns=allow_patterns)
+        return str(saved)
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=gives))
+    assert softmoe.from_pretrained("user/name", revision="v1").config.num_classes == 5
+    assert asked["name"] == "user/name"
+    assert asked["revision"] == "v1"
+    assert not any("bin" in pattern or "pt" in pattern.split(".") for pattern in asked["patterns"])
+
+
+def test_hub_upload(monkeypatch, saved, tmp_path):
+    """Only a saved model goes up, and only its own files."""
+    calls = []
+    api = types.SimpleNamespace(
+        create_repo=lambda name, **options: calls.append(("create", name)),
+        upload_folder=lambda **options: calls.append(("upload", options["folder_path"])) or "https://there",
+    )
+    monkeypatch.setitem(sys.modules, "huggingface_hub", api)
+    assert softmoe.hub.upload(saved, "user/name") == "https://there"
+    assert calls == [("create", "user/name"), ("upload", str(saved))]
+    with pytest.raises(ValueError, match="is not a saved model"):
+        softmoe.hub.upload(tmp_path, "user/name")
+    with pytest.raises(ValueError, match="looks like user/name"):
+        softmoe.hub.upload(saved, "name")
