@@ -19,8 +19,6 @@ import time
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
-STOPPED = 128 + signal.SIGTERM
-
 
 def child(folder: str, name: str, steps: int, workers: int) -> None:
     """One start of the run. Imports are here: the parent does not need torch."""
@@ -79,7 +77,8 @@ def hit(
 ) -> tuple[bool, bool]:
     """Send the signal once the run has passed `step`: after `delay` seconds, or (None) when a save is under way.
 
-    Returns whether it arrived before the run ended by itself, and whether it left a half-written checkpoint.
+    Returns whether it arrived before the run ended by itself, and whether it left a half-written checkpoint. A SIGTERM
+    before the first step ends the process as usual; after that the run saves and exits with 128 + the signal.
     """
     while process.is_alive() and reached(run) < step:
         time.sleep(0.002)
@@ -90,7 +89,7 @@ def hit(
     if process.is_alive() and process.pid is not None:
         os.kill(process.pid, number)
     process.join()
-    return process.exitcode == (-number if number == signal.SIGKILL else STOPPED), saving(run)
+    return process.exitcode in (-number, 128 + number), saving(run)
 
 
 def outcome(run: Path) -> dict[str, object]:
@@ -136,10 +135,10 @@ def main(argv: list[str] | None = None) -> int:
         arrived = {signal.SIGKILL: 0, signal.SIGTERM: 0}
         in_save, kills = 0, 0
         for i, number in enumerate(signals):
-            part = 0.9 * options.steps / len(signals)
+            part = 0.8 * options.steps / len(signals)
             step = round(part * (i + chance.random()))
             kills += number == signal.SIGKILL
-            delay = None if number == signal.SIGKILL and kills % 2 else chance.uniform(0.0, 0.05)
+            delay = None if number == signal.SIGKILL and kills % 2 else chance.uniform(0.0, 0.02)
             hit_it, half = hit(start(context, folder, "hit", *arguments), run, step, number, delay)
             arrived[number] += hit_it
             in_save += half

@@ -1,119 +1,20 @@
 import json
 import math
-import os
-import signal
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from train.same_run import assert_same_run, final_state
 
 from softmoe.train import Diverged, TrainConfig, train
 from softmoe.train.checkpoint import read_checkpoint
 from softmoe.train.folder import RunFolder
-from softmoe.train.loop import resume
 from softmoe.train.metrics import read_metrics
 from softmoe.train.objectives import make_objective
 from softmoe.train.run import Run, build
 from softmoe.train.step import forward_backward, train_step
-
-
-class Crash(Exception):
-    pass
-
-
-def crash_at(config: TrainConfig, step: int):
-    """An objective that works and fails at its call number `step` of this process."""
-    real, calls = make_objective(config.objective), [0]
-
-    def objective(model: nn.Module, batch: Any):
-        calls[0] += 1
-        if calls[0] == step:
-            raise Crash
-        return real(model, batch)
-
-    return objective
-
-
-def final_state(config: TrainConfig) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Weights and moments of the last checkpoint, and the metrics without times."""
-    folder = RunFolder.of(config)
-    tensors = read_checkpoint(folder.checkpoints / "last").tensors
-    flat = {f"{file}/{name}": t for file, named in tensors.items() for name, t in named.items()}
-    lines = [{k: v for k, v in r.items() if k != "device_seconds"} for r in read_metrics(folder.metrics)]
-    return flat, lines
-
-
-def assert_same_run(a: TrainConfig, b: TrainConfig) -> None:
-    (tensors_a, lines_a), (tensors_b, lines_b) = final_state(a), final_state(b)
-    assert tensors_a.keys() == tensors_b.keys()
-    for name, tensor in tensors_a.items():
-        assert torch.equal(tensor, tensors_b[name]), name
-    assert lines_a == lines_b
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"model.router": "tokens_choice", "model.dropout": 0.2, "data.transform.mixup": 0.3},
-        {"ema": 0.5, "optim.name": "sgd", "model.router": "dense", "accumulate": 2},
-        {"checkpoint.asynchronous": False, "log.every": 4, "evaluation.every": 3, "model.noise_std": 1.0},
-    ],
-)
-def test_a_crashed_run_ends_with_the_same_bits(make_config, changes: dict[str, Any]):
-    """Weights, moments, average and metrics after crashes at steps 2, 4 and 5 equal those of an uninterrupted run."""
-    whole, broken = make_config(run_name="whole", **changes), make_config(run_name="broken", **changes)
-    assert train(whole).step == 6
-    for calls in (2, 3, 3):
-        with pytest.raises(Crash):
-            train(broken, objective=crash_at(broken, calls * broken.accumulate))
-    assert train(broken).step == 6
-    assert_same_run(whole, broken)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_the_run_continues(make_config, number: signal.Signals):
-    """The step is finished, saved and named in the result; the handlers are put back; the end is the same."""
-    whole, stopped = make_config(run_name="whole"), make_config(run_name="stopped")
-    train(whole)
-    real, before = make_objective(stopped.objective), signal.getsignal(number)
-
-    def objective(model: nn.Module, batch: Any):
-        os.kill(os.getpid(), number)
-        return real(model, batch)
-
-    for step in (1, 2, 3):
-        result = train(stopped, objective=objective)
-        assert (result.step, result.signal) == (step, number)
-    assert signal.getsignal(number) is before
-    assert train(stopped).signal is None
-    assert_same_run(whole, stopped)
-
-
-def test_a_second_signal_stops_at_once(make_config):
-    """Ctrl-C twice does not wait for the step."""
-    config = make_config()
-
-    def objective(model: nn.Module, batch: Any):
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
-        raise AssertionError("not reached")
-
-    with pytest.raises(KeyboardInterrupt):
-        train(config, objective=objective)
-
-
-def test_a_finished_run_is_left_alone(make_config):
-    """Starting it again trains nothing and changes no file of it but the lock."""
-    config = make_config()
-    train(config)
-    folder = RunFolder.of(config).path
-    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
-    assert train(config, objective=crash_at(config, 1)).step == 6
-    assert before == {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
 
 
 def built(config: TrainConfig) -> Run:
@@ -198,62 +99,6 @@ def test_a_diverged_run_stops_with_advice(make_config):
     assert all(t.isfinite().all() for t in tensors["model"].values())
 
 
-def test_another_configuration_is_refused_with_the_difference(make_config):
-    """Every changed key is shown with both values; logging, saving and evaluation may change."""
-    train(make_config(steps=2))
-    with pytest.raises(ValueError, match=r"another configuration:\n  seed: 0 -> 1\n  model.width: 16 -> 32\n"):
-        train(make_config(steps=2, seed=1, **{"model.width": 32}))
-    free = {"log.every": 1, "checkpoint.every": 1, "evaluation.every": 1, "threads": 1, "data.prefetch": 3}
-    assert train(make_config(steps=2, **free)).step == 2
-
-
-def test_other_data_are_refused(make_config, tmp_path: Path):
-    """The same address with other contents is not the same data."""
-    config = make_config(steps=2)
-    train(config)
-    path = RunFolder.of(config).config
-    values = json.loads(path.read_text())
-    values["facts"]["train_data"] = "changed"
-    path.write_text(json.dumps(values))
-    with pytest.raises(ValueError, match="train_data: changed -> "):
-        train(config)
-
-
-def test_a_run_may_be_made_longer_if_its_past_stays(make_config):
-    """A constant schedule goes on and ends as if it had been long from the start; a cosine one is refused."""
-    train(make_config(steps=3, run_name="longer"))
-    long, longer = make_config(steps=6, run_name="long"), make_config(steps=6, run_name="longer")
-    train(long)
-    train(longer)
-    (tensors, _), (others, _) = final_state(long), final_state(longer)
-    assert all(torch.equal(tensor, others[name]) for name, tensor in tensors.items())
-    train(make_config(steps=3, run_name="cosine", **{"schedule.kind": "cosine"}))
-    with pytest.raises(ValueError, match="steps: 3 -> 6"):
-        train(make_config(steps=6, run_name="cosine", **{"schedule.kind": "cosine"}))
-
-
-def test_two_processes_in_one_folder_are_refused(make_config):
-    """The second one says so instead of mixing two runs."""
-    config = make_config()
-    RunFolder.of(config).path.mkdir(parents=True)
-    child = os.fork()
-    if child == 0:  # POSIX locks are per process, so the second one must be one
-        try:
-            with RunFolder.of(config).locked():
-                signal.pause()
-        finally:
-            os._exit(0)
-    try:
-        lock = RunFolder.of(config).path / ".lock"
-        while not (lock.exists() and lock.read_text()):
-            pass
-        with pytest.raises(ValueError, match="another process is training in"):
-            train(config)
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-
-
 def test_evaluators_are_handed_in(make_config):
     """Their numbers are in the metrics, the best step is kept and linked, and eval.json has the last and the best."""
     values = iter([0.1, 0.9, 0.3])
@@ -334,16 +179,3 @@ def test_a_missing_device_is_one_sentence(make_config, device: str):
     """Not a traceback from torch."""
     with pytest.raises(ValueError, match=f"device '{device}' cannot be used here"):
         train(make_config(device=device))
-
-
-def test_progress_of_the_loader_is_the_step(make_config):
-    """A resumed run asks the loader for the step it is at."""
-    config = make_config(steps=4)
-    with pytest.raises(Crash):
-        train(config, objective=crash_at(config, 4))
-    run = built(config)
-    resume(run)
-    assert run.done.step == 2
-    state = read_checkpoint(run.store.path(2)).texts["state"]
-    assert state["data"]["next_step"] == 2
-    assert state["config"] == json.loads(json.dumps(config.to_dict()))
