@@ -1,0 +1,168 @@
+"""One page that opens from disk, with no server and no network: images, layers and slots to choose from.
+
+Names of models, files and classes may come from strangers. They reach the page escaped, inside JSON without "<", and
+are put in place as text; a content policy lets no script run but the page's own.
+"""
+
+import base64
+import hashlib
+import io
+import json
+import zlib
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+from markupsafe import Markup
+from PIL import Image
+
+from softmoe import __version__
+from softmoe.inspection.collect import Inspection
+from softmoe.inspection.samples import FINEST, Sample, Steps, Table, Weights
+from softmoe.inspection.tables import NOTES, header, layer_lines
+
+BUDGET = 4_200_000  # bytes for the weights; as fine as fits, so that the page stays below 5 MB
+LEVELS = (FINEST, 127, 63, 31, 15)
+THUMBNAIL = 256
+
+
+def write_page(
+    models: Sequence[Inspection],
+    path: Path,
+    *,
+    title: str,
+    lead: str = "",
+    figures: Sequence[Sequence[tuple[str, bytes]]] = (),
+) -> Path:
+    """`figures` gives for each model its (caption, PNG) pairs."""
+    room = files("softmoe.inspection")
+    script, style = (room.joinpath(name).read_text() for name in ("page.js", "page.css"))
+    assert "</" not in script
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    page = jinja2.Environment(autoescape=True).from_string(room.joinpath("page.html").read_text())
+    text = page.render(
+        title=title,
+        lead=lead,
+        script=Markup(script),
+        script_hash=Markup(f"sha256-{digest}"),
+        style=Markup(style),
+        data=Markup(safe_json(page_data(models))),
+        tables=[{"name": m.name, "header": header(m), "lines": layer_lines(m)} for m in models],
+        notes=NOTES,
+        figures=[
+            {"name": m.name, "pictures": [{"caption": c, "source": data_uri(png, "image/png")} for c, png in pictures]}
+            for m, pictures in zip(models, figures, strict=False)
+        ],
+        version=__version__,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def page_data(models: Sequence[Inspection]) -> dict[str, Any]:
+    """What the script works on. Pictures that two models share are kept once."""
+    pictures: dict[str, int] = {}
+    packed = pack_all(models)
+    return {
+        "models": [
+            {
+                "name": model.name,
+                "images": [
+                    {
+                        "picture": pictures.setdefault(thumbnail(sample), len(pictures)),
+                        "caption": sample.caption,
+                        "grid": sample.grid,
+                    }
+                    for sample in model.samples
+                ],
+                "layers": [
+                    {
+                        "label": f"{short(name)}: {layer['router']}",
+                        "soft": layer["kind"] == "dense",
+                        "tokens": layer["tokens"],
+                        "slots": layer["experts"] * layer["slots_per_expert"],
+                        "slots_per_expert": layer["slots_per_expert"],
+                        "blocks": [blocks[name] for blocks in packed[i]],
+                    }
+                    for name, layer in model.layers.items()
+                ],
+            }
+            for i, model in enumerate(models)
+        ],
+        "pictures": list(pictures),
+    }
+
+
+def pack_all(models: Sequence[Inspection]) -> list[list[dict[str, Any]]]:
+    """The weights of all samples of all models, in the finest steps that fit the budget, or else the coarsest."""
+    packed: list[list[dict[str, Any]]] = []
+    for levels in LEVELS:
+        packed = [
+            [{name: pack_weights(w.coarser(levels)) for name, w in sample.weights.items()} for sample in model.samples]
+            for model in models
+        ]
+        size = sum(
+            len(table["bytes"])
+            for model in packed
+            for sample in model
+            for block in sample.values()
+            for table in block.values()
+            if table
+        )
+        if size <= BUDGET:
+            break
+    return packed
+
+
+def pack_weights(weights: Weights) -> dict[str, Any]:
+    return {
+        "dispatch": pack_table(weights.dispatch),
+        "combine": None if weights.combine is None else pack_table(weights.combine),
+    }
+
+
+def pack_table(table: Table) -> dict[str, Any]:
+    """Codes of the tokens' and the slots' part (soft only, two bytes each), then of the rest; deflated, in base64."""
+    parts: dict[str, Steps] = {"rest": table.rest_MS}
+    raw = b""
+    if table.soft:
+        assert table.token_M is not None
+        assert table.slot_S is not None
+        parts |= {"token": table.token_M, "slot": table.slot_S}
+        raw = table.token_M.codes.astype("<u2").tobytes() + table.slot_S.codes.astype("<u2").tobytes()
+    raw += table.rest_MS.codes.astype(np.uint8).tobytes()
+    return {
+        "soft": table.soft,
+        **{name: [part.low, part.step] for name, part in parts.items()},
+        "bytes": base64.b64encode(zlib.compress(raw, 6)).decode(),
+    }
+
+
+def thumbnail(sample: Sample) -> str:
+    picture = Image.fromarray(sample.pixels)
+    picture.thumbnail((THUMBNAIL, THUMBNAIL))
+    buffer = io.BytesIO()
+    if max(picture.size) < 96:  # small pictures are pixels to be seen as they are
+        picture.save(buffer, "PNG", optimize=True)
+        return data_uri(buffer.getvalue(), "image/png")
+    picture.save(buffer, "JPEG", quality=85)
+    return data_uri(buffer.getvalue(), "image/jpeg")
+
+
+def data_uri(content: bytes, kind: str) -> str:
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def safe_json(value: Any) -> str:
+    """JSON that may stand inside a script element: no "<", so nothing in it can end the element."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def short(layer: str) -> str:
+    """block 3 for encoder.blocks.3.mlp; other names as they are."""
+    parts = layer.split(".")
+    return f"block {parts[2]}" if layer.startswith("encoder.blocks.") and len(parts) == 4 else layer
