@@ -44,8 +44,10 @@ def main(argv: list[str]) -> int:
         print(describe_run(config))
         return 0
     result = train(config)
-    if result.signal is None:
-        export(result.folder)
+    if result.signal is not None:
+        return finish(result)
+    saved = export(result.folder)
+    print(f"{'model':<12}{saved.folder}")
     return finish(result)
 
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from softmoe.models import VisionTransformer
 
-ALL_MIXED = 0.5  # a layer farther off than this gives tokens little of what they would have got
+SPARSE = ("tokens_choice", "experts_choice")
+NEARLY_THE_MEAN = 0.3  # layers of slots that tell tokens apart are nearer than this
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Distance:
     """Share of images whose largest logit is the same."""
     layers: dict[int, float]
     """Block -> distance of the MoE's output from the MLP's, for the same tokens (those of the dense model)."""
+    router: str
     images: int
     real: bool
     """Whether the images were given; otherwise they are noise, on which models behave otherwise."""
@@ -42,10 +44,12 @@ class Distance:
         worst = max(self.layers.values(), default=0.0)
         if worst < 1e-5:
             return "every token comes back from an expert that saw that token alone, and all experts are the old MLP"
+        if self.router in SPARSE:
+            return "a token gets the MLP's output times a gate below 1, and nothing where it found no place"
         mixed = "slots hold mixtures of tokens, so a token gets what the MLP gives for a mixture, not for itself"
-        if worst > ALL_MIXED:
+        if worst > NEARLY_THE_MEAN:
             mixed += "; with a fresh router the mixture is nearly the mean of the image, the same for all its tokens"
-        return mixed + " (sparse routers instead: the gate is below 1, and tokens without a place get nothing)"
+        return mixed
 
 
 @torch.no_grad()
@@ -73,6 +77,7 @@ def distance(dense: VisionTransformer, other: VisionTransformer, images: Tensor,
         logits=None if headless else relative(logits[1], logits[0]),
         same_class=None if headless else float((logits[0].argmax(-1) == logits[1].argmax(-1)).double().mean()),
         layers=layers,
+        router="none" if other.config.moe is None else other.config.moe.router,
         images=len(images),
         real=real,
     )

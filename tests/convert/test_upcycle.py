@@ -83,6 +83,7 @@ def test_tokens_choice_gives_the_gate_times_the_dense_output():
     layer = start.model.eval().encoder.blocks[1].mlp
     gate = (x @ layer.router.weight).softmax(-1).amax(-1, keepdim=True)
     torch.testing.assert_close(layer(x), gate * f(x), rtol=1e-10, atol=1e-10)
+    assert "times a gate below 1" in str(start.distance)
 
 
 def test_sharp_gates_of_tokens_choice_give_the_dense_model():
