@@ -8,10 +8,12 @@ from softmoe.train import EvaluationSection, TrainConfig
 def shrunk(config: TrainConfig, image_size: int) -> TrainConfig:
     """Two steps of a model that is hardly one; everything else as it is."""
     d = config.data
+    blocks = None if config.model.blocks is None else (0, 1)
+    shape = replace(config.model, width=16, depth=2, heads=2, mlp_dim=32, patch_size=image_size // 4, blocks=blocks)
     return replace(
         config,
         steps=2,
-        model=replace(config.model, width=16, depth=2, heads=2, mlp_dim=32, num_experts=4, patch_size=image_size // 4),
+        model=replace(shape, num_experts=4),
         data=replace(d, batch_size=8, workers=0, transform=replace(d.transform, image_size=image_size)),
         schedule=replace(config.schedule, warmup=1, cooldown=min(1, config.schedule.cooldown)),
         evaluation=EvaluationSection(every=None, examples=16),
