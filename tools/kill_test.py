@@ -85,7 +85,7 @@ def hit(
     if delay is not None:
         time.sleep(delay)
     while delay is None and process.is_alive() and not saving(run):
-        pass
+        time.sleep(0.0005)
     if process.is_alive() and process.pid is not None:
         os.kill(process.pid, number)
     process.join()
