@@ -1,0 +1,91 @@
+"""Put parallelism on a model from outside. The model's code, and the names of its parameters, stay as they are."""
+
+from typing import cast
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+
+from softmoe.models import VisionTransformer, ViTConfig
+from softmoe.moe import Experts, MoE
+from softmoe.parallel.experts import OwnedExperts
+from softmoe.parallel.mesh import Mesh, Sizes
+from softmoe.parallel.reduce import mean_over_ranks
+
+SPARSE = ("tokens_choice", "experts_choice")
+
+
+def apply(model: VisionTransformer, mesh: Mesh) -> VisionTransformer:
+    """Spread `model`, the same on every rank, over the mesh, in place.
+
+    Each rank then gives its share of the batch to the model and calls backward on the mean loss of that share. The
+    gradients are those of the mean over all ranks, which is the mean of the whole batch where the shares are equal.
+    Make the optimizer after this: the parameters are new ones.
+    """
+    check_model(model, mesh.sizes)
+    sizes = mesh.sizes
+    if sizes.world == 1:
+        return model
+    owned: set[nn.Parameter] = set()
+    if sizes.expert > 1:
+        for layer in moe_layers(model):
+            layer.experts = OwnedExperts(cast(Experts, layer.experts), mesh.experts["expert"])
+            if sizes.world > sizes.expert:  # several owners of the same experts: cut the second axis, or keep copies
+                fully_shard(layer.experts, mesh=mesh.experts["copies", "pieces"], shard_placement_fn=lambda _: Shard(1))
+            else:
+                owned |= set(layer.experts.parameters())
+    scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
+    for scalar in scalars:  # FSDP takes none: every rank keeps them
+        if scalar.requires_grad:
+            scalar.register_post_accumulate_grad_hook(_average_gradient)
+    for block in model.encoder.blocks:
+        fully_shard(block, mesh=mesh.rest, ignored_params=owned | scalars)
+    fully_shard(model, mesh=mesh.rest, ignored_params=owned | scalars)
+    return model
+
+
+def _average_gradient(parameter: Tensor) -> None:
+    """Over all ranks. With accumulation the older part is averaged again, which changes nothing."""
+    assert parameter.grad is not None
+    parameter.grad = mean_over_ranks(parameter.grad)
+
+
+def moe_layers(model: nn.Module) -> list[MoE]:
+    return [module for module in model.modules() if isinstance(module, MoE)]
+
+
+def check_model(model: nn.Module, sizes: Sizes) -> None:
+    """ValueError, before anything is changed, for experts that cannot be shared out on these ranks."""
+    sizes.check()
+    for layer in moe_layers(model):
+        if sizes.expert == 1:
+            return
+        if not isinstance(layer.experts, Experts):
+            raise ValueError(f"only softmoe.moe.Experts can be owned by ranks, got {type(layer.experts).__name__}")
+        check_experts(layer.experts.num_experts, layer.experts.dim, layer.experts.hidden_dim, sizes)
+
+
+def check_experts(num_experts: int, dim: int, hidden_dim: int, sizes: Sizes) -> None:
+    N, E, pieces = num_experts, sizes.expert, sizes.pieces
+    if N % E:
+        possible = [d for d in range(1, N + 1) if N % d == 0 and sizes.world % d == 0]
+        raise ValueError(
+            f"{N} experts cannot be shared evenly by {E} ranks: with {sizes.world} processes parallel.expert can be "
+            f"{', '.join(map(str, possible))}; parallel.shard cuts the experts further"
+        )
+    if dim % pieces or hidden_dim % pieces:
+        raise ValueError(
+            f"experts of width {dim} and hidden width {hidden_dim} cannot be cut in {pieces} equal pieces: "
+            "lower parallel.shard, or raise parallel.expert"
+        )
+
+
+def check_groups(config: ViTConfig, images: int) -> None:
+    """ValueError if routing groups would span ranks: with `images` per rank and pass they are whole, or the result is
+    not that of one process."""
+    size = None if config.moe is None or config.moe.router not in SPARSE else config.moe.group_size
+    if size is not None and images * config.tokens % size:
+        raise ValueError(
+            f"routing groups of {size} tokens do not fit the {images} images x {config.tokens} tokens of a rank: "
+            f"take a group_size that divides {images * config.tokens}, or None for one image"
+        )

@@ -1,0 +1,77 @@
+"""Who does what: the ranks of a job arranged for experts and for shards.
+
+The batch is split over all W ranks. Two numbers say where the weights are:
+
+    expert   E consecutive ranks own the experts together, N/E each, and exchange slots
+    shard    S consecutive ranks keep all other weights together, 1/S each (FSDP); 1 keeps a copy on every rank
+
+Experts have W/E sets of owners. Where S is larger than E, each expert is also cut in S/E pieces among the ranks that
+own the same experts; so there may be more ranks than experts, and memory still falls with every rank.
+"""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The plan of a mesh, before there is one. Numbers only."""
+
+    world: int
+    expert: int = 1
+    shard: int = 1
+
+    @property
+    def pieces(self) -> int:
+        """In how many pieces each expert is cut."""
+        return max(1, self.shard // self.expert)
+
+    @property
+    def copies(self) -> int:
+        """How many copies of each expert there are."""
+        return self.world // (self.expert * self.pieces)
+
+    def check(self) -> None:
+        W, E, S = self.world, self.expert, self.shard
+        for name, value in (("expert", E), ("shard", S)):
+            if value < 1 or W % value:
+                raise ValueError(
+                    f"parallel.{name} must divide the number of processes: got {value} for {W}; "
+                    f"possible are {', '.join(map(str, divisors(W)))}"
+                )
+        if E % S and S % E:
+            raise ValueError(
+                f"one of parallel.expert and parallel.shard must be a multiple of the other, got {E} and {S}"
+            )
+
+
+@dataclass(frozen=True)
+class Mesh:
+    sizes: Sizes
+    experts: DeviceMesh
+    """(copies, pieces, expert)"""
+    rest: DeviceMesh
+    """(replicate, shard)"""
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+
+def make_mesh(expert: int = 1, shard: int = 1, device_type: str = "cpu") -> Mesh:
+    """Arrange all ranks of the process group, which must be there. Every rank calls this, with the same numbers."""
+    if not dist.is_initialized():
+        raise ValueError("there is no process group: start with torchrun, or call torch.distributed.init_process_group")
+    sizes = Sizes(dist.get_world_size(), expert, shard)
+    sizes.check()
+    experts = init_device_mesh(
+        device_type, (sizes.copies, sizes.pieces, expert), mesh_dim_names=("copies", "pieces", "expert")
+    )
+    rest = init_device_mesh(device_type, (sizes.world // shard, shard), mesh_dim_names=("replicate", "shard"))
+    return Mesh(sizes, experts, rest)
+
+
+def divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]

@@ -1,0 +1,59 @@
+"""Numbers about the whole job: the true norm of a sharded gradient, means over ranks."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank keeps; the tensor itself if it is a plain one."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def copies(tensor: Tensor) -> int:
+    """On how many ranks the same part of a tensor is."""
+    if not dist.is_initialized():
+        return 1
+    parts = 1
+    if isinstance(tensor, DTensor):
+        for place, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
+            parts *= size if isinstance(place, Shard) else 1
+    return dist.get_world_size() // parts
+
+
+def global_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """The 2-norm of all tensors together, each element counted once, wherever it is. The same on every rank."""
+    by_copies: dict[int, list[Tensor]] = {}
+    for tensor in tensors:
+        by_copies.setdefault(copies(tensor), []).append(local(tensor))
+    if not by_copies:
+        return torch.zeros(())
+    squares = [torch.nn.utils.get_total_norm(parts).square() / count for count, parts in by_copies.items()]
+    return sum_over_ranks(torch.stack(squares).sum()).sqrt()
+
+
+def clip_by_global_norm(gradients: Iterable[Tensor], max_norm: float | None) -> Tensor:
+    """Scale all gradients so that their joint norm is at most `max_norm`, with no epsilon; returns the norm before."""
+    gradients = list(gradients)
+    norm = global_norm(gradients)
+    if max_norm is not None:
+        parts = [local(gradient) for gradient in gradients]
+        torch._foreach_mul_(parts, (max_norm / norm).clamp(max=1.0))  # pyright: ignore[reportPrivateImportUsage]
+    return norm
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """A new tensor, the same on every rank; `values` itself where there is one process."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return values
+    total = values.clone()
+    dist.all_reduce(total)
+    return total
+
+
+def mean_over_ranks(values: Tensor) -> Tensor:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    return sum_over_ranks(values) / world

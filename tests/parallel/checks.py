@@ -1,0 +1,141 @@
+"""What ranks do in the tests, and the same thing in one process.
+
+Everything is float64 and tiny: 8 images of 8 pixels in patches of 2 (16 tokens), width 8, 4 experts.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from softmoe import parallel
+from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
+from softmoe.train import OptimSection
+from softmoe.train.objectives import class_weights, softmax_cross_entropy
+from softmoe.train.optim import gradients, make_optimizer, set_learning_rate
+from softmoe.train.tap import RoutingTap
+
+BATCH, CLASSES, STEPS = 8, 5, 3
+ROUTERS: dict[str, dict[str, Any]] = {
+    "soft": {"slots_per_expert": 3},
+    "tokens_choice": {"top_k": 2, "gshard_weight": 0.01, "capacity_factor": 0.8, "noise_std": 0.0},
+    "experts_choice": {"capacity_factor": 1.5, "noise_std": 0.0},
+    "identity": {},
+    "dense": {},
+}
+
+
+@dataclass
+class Outcome:
+    loss: float
+    norm: float
+    output: Tensor
+    input_gradient: Tensor
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    """After three steps."""
+
+
+def make_model(router: str, *, num_experts: int = 4, seed: int = 0, **more: Any) -> VisionTransformer:
+    torch.manual_seed(seed)
+    options: dict[str, Any] = {"blocks": (0, 1), "num_experts": num_experts} | ROUTERS[router] | more
+    moe = None if router == "dense" else MoEConfig(router, **options)
+    config = ViTConfig(image_size=8, patch_size=2, width=8, depth=2, mlp_dim=12, heads=2, num_classes=CLASSES, moe=moe)
+    model = VisionTransformer(config).double()
+    with torch.no_grad():
+        for parameter in model.parameters():  # nothing starts at zero, so that nothing is hidden
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def make_batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    images = torch.randn(BATCH, 3, 8, 8, generator=generator, dtype=torch.float64)
+    return images, torch.randint(CLASSES, (BATCH,), generator=generator)
+
+
+def share(values: Tensor, rank: int, world: int) -> Tensor:
+    return values.chunk(world)[rank]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def optimizer_of(model: VisionTransformer) -> torch.optim.Optimizer:
+    optimizer = make_optimizer(model, OptimSection(kernel_decay=0.1))
+    set_learning_rate(optimizer, 0.01)
+    return optimizer
+
+
+def step_once(
+    model: VisionTransformer, optimizer: torch.optim.Optimizer, tap: RoutingTap, images: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Loss and output of this rank's share; gradients are left in the model, unclipped."""
+    optimizer.zero_grad(set_to_none=True)
+    tap.clear()
+    with tap:
+        output = model(images)
+    loss = softmax_cross_entropy(output, class_weights(labels, CLASSES).double()).mean()
+    auxiliary = tap.auxiliary_loss()
+    loss = loss if auxiliary is None else loss + auxiliary
+    loss.backward()
+    return loss.detach(), output.detach()
+
+
+def train_three_steps(
+    model: VisionTransformer, rank: int = 0, world: int = 1, *, clip: float = 0.05, checkpointing: bool = False
+) -> Outcome:
+    model.set_gradient_checkpointing(checkpointing)
+    optimizer, tap = optimizer_of(model), RoutingTap(model)
+    first: dict[str, Any] = {}
+    for step in range(STEPS):
+        images, labels = (share(values, rank, world) for values in make_batch(step))
+        images = images.clone().requires_grad_(True)
+        loss, output = step_once(model, optimizer, tap, images, labels)
+        loss = parallel.mean_over_ranks(loss)
+        assert images.grad is not None
+        if not first:
+            named = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+            first = {"loss": float(loss), "output": output, "input_gradient": images.grad / world, "gradients": named}
+        norm = parallel.clip_by_global_norm(gradients(optimizer), clip)
+        first.setdefault("norm", float(norm))
+        optimizer.step()
+    return Outcome(**first, weights={name: whole(value) for name, value in model.state_dict().items()})
+
+
+def train_cases(rank: int, world: int, cases: list[tuple[str, int, int]]) -> dict[tuple[str, int, int], Outcome]:
+    """One group of processes, every case (router, expert, shard) in turn: starting processes is what takes time."""
+    meshes: dict[tuple[int, int], parallel.Mesh] = {}
+    outcomes = {}
+    for router, expert, shard in cases:
+        mesh = meshes.setdefault((expert, shard), parallel.make_mesh(expert, shard))
+        outcomes[router, expert, shard] = train_three_steps(parallel.apply(make_model(router), mesh), rank, world)
+    return outcomes
+
+
+OPTIONS = ("checkpointing", "frozen", "identity", "dense")
+
+
+def with_option(
+    option: str, train: Callable[..., Outcome], mesh: parallel.Mesh | None = None, rank: int = 0
+) -> Outcome:
+    """Train a model that has something special, on `mesh` or in one process."""
+    model = make_model(option if option in ROUTERS else "soft")
+    names = {name: value.shape for name, value in model.state_dict().items()}
+    if mesh is not None:
+        model = parallel.apply(model, mesh)
+        assert {name: value.shape for name, value in model.state_dict().items()} == names
+    if option == "frozen":  # after the sharding, as the optimizer does
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("blocks.0" not in name and "scale" not in name)
+    world = 1 if mesh is None else mesh.sizes.world
+    return train(model, rank, world, checkpointing=option == "checkpointing")
+
+
+def train_with_options(rank: int, world: int) -> dict[str, Outcome]:
+    mesh = parallel.make_mesh(2, 2)
+    return {option: with_option(option, train_three_steps, mesh, rank) for option in OPTIONS}

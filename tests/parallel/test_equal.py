@@ -1,0 +1,53 @@
+"""Many ranks compute what one process computes: loss, output, every gradient, three optimizer steps."""
+
+import pytest
+import torch
+from parallel import checks
+from parallel.ranks import run_ranks
+
+TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}
+ROUTERS = ("soft", "tokens_choice", "experts_choice")
+MESHES = {
+    2: [(1, 1), (2, 1), (1, 2), (2, 2)],
+    4: [(4, 1), (2, 1), (1, 2), (2, 2), (2, 4), (4, 2), (4, 4)],
+}  # (expert, shard)
+CASES = {  # all that are different on 2 ranks; on 4 the sparse routers, which use the same seam, on two meshes
+    2: [(router, *mesh) for mesh in MESHES[2] for router in ROUTERS],
+    4: [("soft", *mesh) for mesh in MESHES[4]]
+    + [(router, *mesh) for mesh in ((2, 1), (2, 4)) for router in ROUTERS[1:]],
+}
+
+
+def assert_equal(outcomes: list[checks.Outcome], one: checks.Outcome) -> None:
+    for ours in outcomes:
+        assert ours.loss == pytest.approx(one.loss, rel=1e-12)
+        assert ours.norm == pytest.approx(one.norm, rel=1e-10)
+        assert ours.gradients.keys() == one.gradients.keys()
+        assert ours.weights.keys() == one.weights.keys()
+        for mine, reference in ((ours.gradients, one.gradients), (ours.weights, one.weights)):
+            for name, value in reference.items():
+                torch.testing.assert_close(
+                    mine[name], value, msg=lambda text, name=name: f"{name}: {text}", **TOLERANCE
+                )
+    for field in ("output", "input_gradient"):
+        joined = torch.cat([getattr(ours, field) for ours in outcomes])
+        torch.testing.assert_close(joined, getattr(one, field), **TOLERANCE)
+
+
+@pytest.mark.parametrize("world", CASES)
+def test_ranks_compute_what_one_process_computes(world):
+    """On 2 and 4 ranks, for the splits into experts, shards and copies, and for all three routers, to 1e-10."""
+    by_rank = run_ranks(world, checks.train_cases, world, CASES[world])
+    references = {router: checks.train_three_steps(checks.make_model(router)) for router in ROUTERS}
+    for case in CASES[world]:
+        one = references[case[0]]
+        assert one.norm > 0.05, "the clip must be at work"
+        assert_equal([outcomes[case] for outcomes in by_rank], one)
+
+
+def test_options_and_names():
+    """Gradient checkpointing, frozen weights, the Identity router and dense models: equal too. The state dict has the
+    names and shapes of one process, on every mesh."""
+    results = run_ranks(2, checks.train_with_options, 2)
+    for key in results[0]:
+        assert_equal([result[key] for result in results], checks.with_option(key, checks.train_three_steps))
