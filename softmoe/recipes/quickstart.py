@@ -29,7 +29,6 @@ STEPS = 1570
 
 def recipe() -> TrainConfig:
     return TrainConfig(
-        run_name="quickstart",
         steps=STEPS,
         model=ModelSection(
             name="soft_ti4_16e", width=64, depth=4, heads=4, mlp_dim=256, blocks=(0, 1, 2, 3), scale_init=6.0

@@ -30,4 +30,4 @@ def tiny() -> TrainConfig:
 
 def dense(config: TrainConfig) -> TrainConfig:
     model = replace(config.model, router="dense", blocks=None, scale_init=None)
-    return replace(config, run_name="quickstart_dense", model=model)
+    return replace(config, model=model)

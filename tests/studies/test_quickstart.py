@@ -18,11 +18,13 @@ def test_quickstart_ends_with_table_picture_and_page(tmp_path: Path, capsys: pyt
 
 
 def test_twins_cost_the_same_to_train() -> None:
-    """Total training FLOPs of the two recipes agree within two percent, and both see the same data."""
-    totals = []
+    """Total training FLOPs of the two recipes agree within two percent; both see the same data; one has experts."""
+    totals, params = [], []
     for module in (quickstart, quickstart_dense):
         config = module.recipe()
         shape = config.model.resolve(288, config.data.transform.image_size)
         totals.append(cost(shape).train_flops * config.steps * config.data.batch_size)
+        params.append(cost(shape).params)
     assert totals[0] == pytest.approx(totals[1], rel=0.02)
+    assert params[0] > 3 * params[1]
     assert quickstart.recipe().data == quickstart_dense.recipe().data
