@@ -11,7 +11,7 @@ from softmoe.cli.cost import parse_size
 from softmoe.cli.train import finish
 from softmoe.train import TrainConfig, train
 from softmoe.train.describe import describe_run
-from softmoe.train.transfer import export, transfer_config
+from softmoe.train.transfer import transfer_config
 
 USAGE = """usage: softmoe finetune MODEL DATA [--image-size 384] [--dry-run] [--section.key value ...]
 
@@ -43,12 +43,7 @@ def main(argv: list[str]) -> int:
     if dry_run:
         print(describe_run(config))
         return 0
-    result = train(config)
-    if result.signal is not None:
-        return finish(result)
-    saved = export(result.folder)
-    print(f"{'model':<12}{saved.folder}")
-    return finish(result)
+    return finish(train(config))
 
 
 def parse(model: str, data: str, argv: list[str]) -> tuple[TrainConfig, bool]:

@@ -13,6 +13,7 @@ from softmoe.train import Result, TrainConfig, branch, train
 from softmoe.train.branch import plan_branch
 from softmoe.train.describe import describe_run
 from softmoe.train.folder import RunFolder
+from softmoe.train.transfer import export
 
 USAGE = """usage: softmoe train RECIPE [--dry-run] [--section.key value ...]
 
@@ -89,14 +90,14 @@ def stored_run(path: Path) -> TrainConfig:
 
 
 def finish(result: Result) -> int:
-    """Say where things are. A run stopped by a signal gives the shell's usual code, 128 + the signal's number."""
+    """Save the model and say where things are. A run stopped by a signal gives the shell's code, 128 + its number."""
     folder = result.folder
     if result.signal is not None:
         name = signal.Signals(result.signal).name
         print(f"stopped by {name} after step {result.step}; to continue: softmoe train {folder.path}")
         return 128 + result.signal
     rows = {name: f"{value:.4f}" for name, value in result.numbers.items()}
-    rows |= {"weights": str(folder.checkpoints / "last"), "metrics": str(folder.metrics)}
+    rows |= {"model": str(export(folder).folder), "metrics": str(folder.metrics)}
     if folder.evaluation.exists():
         rows["evaluation"] = str(folder.evaluation)
     for name, value in rows.items():

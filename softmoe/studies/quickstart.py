@@ -7,6 +7,7 @@ from softmoe.recipes import quickstart, quickstart_dense
 from softmoe.report import RunRecord, load_run, write_report
 from softmoe.report.curves import comparison, save_png
 from softmoe.train import TrainConfig, train
+from softmoe.train.transfer import export
 
 TITLE = "A small Soft MoE and its dense twin"
 
@@ -29,6 +30,7 @@ def run_quickstart(runs: Path, *, seed: int = 0, tiny: bool = False) -> Quicksta
         result = train(config)
         if result.signal is not None:
             return Quickstart([])
+        export(result.folder)
         records.append(load_run(result.folder.path))
     lead = (
         "Both models cost the same FLOPs to train and see the same stream of generated images. "
