@@ -14,6 +14,7 @@ OPTIONS = {
     "model.heads": 2,
     "model.mlp-dim": 16,
     "model.num-experts": 4,
+    "model.blocks": 1,
     "data.batch-size": 4,
     "data.workers": 0,
     "schedule.warmup": 0,
@@ -45,7 +46,7 @@ def test_train_continue_and_branch(tmp_path: Path, capsys: pytest.CaptureFixture
     folder = tmp_path / "quickstart"
     out = capsys.readouterr().out
     assert "val/top1" in out
-    assert str(folder / "checkpoints" / "last") in out
+    assert str(folder / "model") in out
     moved = folder.rename(tmp_path / "moved")
     assert main(["train", str(moved), "--steps", "3"]) == 0
     assert not folder.exists()
@@ -81,7 +82,10 @@ def test_every_model_setting_is_settable(tmp_path: Path, capsys: pytest.CaptureF
         (["quickstart", "--steps", "5"], "warm-up and cooldown must fit in the run"),
         (["quickstart", "--model.patch-size", "64"], "smaller than one patch of 64 pixels"),
         (["quickstart", "--model.num-classes", "5"], "outside the model's head, which has 5 classes"),
-        (["quickstart", "--model.heads", "5"], "heads must divide the width: 96 is not a multiple of 5"),
+        (
+            ["quickstart", "--model.width", "96", "--model.heads", "5"],
+            "heads must divide the width: 96 is not a multiple of 5",
+        ),
     ],
 )
 def test_mistakes(argv: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture):
