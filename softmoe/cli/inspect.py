@@ -48,8 +48,8 @@ def main(argv: list[str]) -> int:
 
     names = [a.model, *([a.compare] if a.compare else [])]
     models = [look(a, name) for name in names]
-    about = {"data": a.data, "split": a.split}
-    written = write_inspection(models, out_folder(a), title=f"Inside {' and '.join(m.name for m in models)}", about=about)
+    title = f"Inside {' and '.join(model.name for model in models)}"
+    written = write_inspection(models, out_folder(a), title=title, about={"data": a.data, "split": a.split})
     for model in models:
         print(f"{model.name}: {model.images:,} images\n{as_text(model)}\n")
     if not plots.available():

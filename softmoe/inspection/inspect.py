@@ -67,7 +67,7 @@ def take_samples(
             weights = take_weights(model, image)[0]
             said = prediction(model, image, classes)
         grid = (pixels.shape[0] // patch, pixels.shape[1] // patch)
-        samples.append(Sample(np.ascontiguousarray(pixels), caption(example, source, index) + said, grid, weights))
+        samples.append(Sample(np.ascontiguousarray(pixels), caption(example, source, index), grid, weights, said))
     return samples
 
 
@@ -82,14 +82,19 @@ def prediction(model: VisionTransformer, image: Tensor, classes: Sequence[str]) 
     if not classes or model.config.num_classes is None:
         return ""
     probability, best = model(image.to(next(model.parameters()).device)).softmax(1).max(1)
-    return f", taken for {classes[int(best)]} ({float(probability):.0%})"
+    return f"taken for {classes[int(best)]} ({float(probability):.0%})"
 
 
 def write_inspection(models: Sequence[Inspection], folder: Path, *, title: str, about: dict[str, Any]) -> list[Path]:
     """inspect.json, figures/*.png and *.svg, and inspect.html. Without matplotlib the page has no figures."""
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / "inspect.json"
-    content = {"softmoe": __version__, "torch": str(torch.__version__), **about, "models": [m.to_dict() for m in models]}
+    content = {
+        "softmoe": __version__,
+        "torch": str(torch.__version__),
+        **about,
+        "models": [m.to_dict() for m in models],
+    }
     data.write_text(json.dumps(rounded(content), allow_nan=False) + "\n")
     written, shown = [data], []
     for number, model in enumerate(models):

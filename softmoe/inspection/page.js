@@ -90,8 +90,7 @@
       const layer = find(this.node, "layer");
       model.layers.forEach((l, i) => layer.add(new Option(l.label, String(i))));
       layer.addEventListener("change", () => { this.layer = Number(layer.value); this.slot = 0; this.show(); });
-      for (const name of ["kind", "order"]) find(this.node, name).addEventListener("change", () => this.show());
-      find(this.node, "stretch").addEventListener("change", () => this.draw());
+      for (const name of ["kind", "order", "stretch"]) find(this.node, name).addEventListener("change", () => this.show());
       find(this.node, "previous").addEventListener("click", () => this.step(-1));
       find(this.node, "next").addEventListener("click", () => this.step(1));
       const canvas = find(this.node, "picture");
@@ -125,6 +124,7 @@
       this.picture = picture;
       this.patch = Math.min(this.patch, this.grid[0] * this.grid[1] - 1);
       this.order = this.sorted();
+      find(this.node, "prediction").textContent = shown.prediction;
       this.gallery();
       this.draw();
     }
@@ -175,7 +175,7 @@
       const t = this.tables, s = this.slot, S = this.facts.slots, columns = this.grid[1];
       const place = "row " + (Math.floor(this.patch / columns) + 1) + ", column " + ((this.patch % columns) + 1);
       const largest = values.reduce((a, b) => Math.max(a, b), 0);
-      find(this.node, "slot").textContent = this.slotName(s) + " of " + S;
+      find(this.node, "slot").textContent = this.slotName(s) + " (of " + S + ")";
       let text;
       if (this.facts.soft) {
         text = "Effective number of tokens " + Math.exp(t.entropy[s]).toFixed(1) + " of " + this.facts.tokens +
@@ -296,8 +296,7 @@
   async function choose(panels, image) {
     const buttons = document.querySelectorAll("#images button");
     buttons.forEach((button, i) => button.setAttribute("aria-pressed", String(i === image)));
-    document.getElementById("caption").textContent =
-      [...new Set(data.models.map((model) => model.images[image].caption))].join(" | ");
+    document.getElementById("caption").textContent = data.models[0].images[image].caption;
     await Promise.all(panels.map((panel) => panel.show(image)));
   }
 

@@ -75,6 +75,7 @@ def page_data(models: Sequence[Inspection]) -> dict[str, Any]:
                     {
                         "picture": pictures.setdefault(thumbnail(sample), len(pictures)),
                         "caption": sample.caption,
+                        "prediction": sample.prediction,
                         "grid": sample.grid,
                     }
                     for sample in model.samples

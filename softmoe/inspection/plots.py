@@ -207,8 +207,8 @@ def dropping(model: Inspection) -> Any | None:
 FIGURES: dict[str, tuple[Callable[[Inspection], Any | None], str]] = {
     "contributions": (
         token_and_expert_shares,
-        "Left: tokens by their summed dispatch weight (dotted: the mean). Middle: experts' mean combine weight over the "
-        "smallest. Right: each curve is a slot of the first MoE layer: how much of its weight its heaviest tokens make.",
+        "Left: tokens by their summed dispatch weight (dotted: the mean). Middle: experts' mean combine weight, over "
+        "the smallest. Right: each curve is a slot of the first MoE layer, and what its heaviest tokens make of it.",
     ),
     "slot_images": (
         slot_images,
@@ -227,8 +227,8 @@ FIGURES: dict[str, tuple[Callable[[Inspection], Any | None], str]] = {
     "slot_correlation": (correlation, "Inner products of normalized slot parameters, slots in the order of experts."),
     "collapse": (
         collapse,
-        "Largest weights (1 is a softmax that passes one entry only), effective number of tokens per slot and slots per "
-        "token as a share of all (1 is uniform), and the learned scale.",
+        "Largest weights (1 is a softmax that passes one entry only), effective number of tokens per slot and of slots "
+        "per token as a share of all (1 is uniform), and the learned scale.",
     ),
     "dropping": (dropping, "Tokens that no expert takes, and how the taken ones are spread over the experts."),
 }

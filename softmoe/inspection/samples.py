@@ -101,6 +101,8 @@ class Sample:
     grid: tuple[int, int]
     """Rows and columns of patches; tokens before them (a class token) are the rest of M."""
     weights: dict[str, Weights] = field(default_factory=dict)
+    prediction: str = ""
+    """What the model takes it for."""
 
 
 @torch.inference_mode()

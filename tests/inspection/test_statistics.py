@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from softmoe.inspection.statistics import DenseStatistics, SparseStatistics, falling_sums
@@ -45,6 +45,7 @@ def flat(value, path=""):
     return {path: value}
 
 
+@settings(max_examples=20)
 @given(st.lists(st.integers(1, B - 1), min_size=1, max_size=B))
 def test_batches_do_not_matter(sizes):
     """Streaming equals whole: counts exactly, sums to rounding."""
@@ -156,7 +157,8 @@ def test_slot_curves():
     routing = soft_routing()
     dispatch, _ = plain(routing)
     sums = np.cumsum(-np.sort(-dispatch, axis=1), axis=1)
-    assert np.array(streamed(routing, [7])["tokens_per_slot"]["curves"]).T == pytest.approx(sums.mean(0), abs=1e-6)
+    found = np.array(streamed(routing, [7])["tokens_per_slot"]["curves"])
+    np.testing.assert_allclose(found.T, sums.mean(0), atol=1e-6)
 
 
 def test_padding_is_left_out():
