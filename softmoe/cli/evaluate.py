@@ -15,9 +15,9 @@ from softmoe.cli.progress import percent_on_terminal
 class Arguments:
     """Accuracy, loss and calibration of a saved model."""
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """Folder of a saved model or of a run, or a Hub id (user/name)."""
-    data: Annotated[str, tyro.conf.Positional]
+    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
     """Source of images: a folder with SPLIT/CLASS/IMAGE, or shapes, wds:PATTERN, hf:NAME, idx:PATH, digits."""
     split: str = "val"
     labels: Path | None = None

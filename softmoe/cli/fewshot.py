@@ -15,9 +15,9 @@ from softmoe.cli.progress import percent_on_terminal
 class Arguments:
     """Few-shot accuracy of a saved model's features, by ridge regression in closed form."""
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """Folder of a saved model or of a run, or a Hub id (user/name)."""
-    data: Annotated[tuple[str, ...], tyro.conf.Positional]
+    data: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
     """Sources of images, each with a training and a test split."""
     shots: tuple[int, ...] = (1, 5, 10, 25)
     """Training images of each class."""

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 class Arguments:
     """The likeliest classes of images. Exit code 1 if some could not be read; they are named."""
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """Folder of a saved model or of a run, or a Hub id (user/name)."""
-    images: Annotated[tuple[str, ...], tyro.conf.Positional]
+    images: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGE")]
     """Image files, folders (with all below them) and patterns."""
     top: int = 5
     """Classes for each image."""

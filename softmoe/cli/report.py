@@ -7,7 +7,9 @@ import tyro
 
 
 def run(
-    runs: Annotated[list[Path], tyro.conf.Positional], output: Path | None = None, title: str | None = None
+    runs: Annotated[list[Path], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
+    output: Path | None = None,
+    title: str | None = None,
 ) -> None:
     """Write a page with the table, curves, differing settings and router health of runs.
 
