@@ -62,6 +62,26 @@ def read_all(place: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def optimizer_targets(found: Mapping[str, Spec], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Empty state for `name/part` keys, to be filled by `read_parts`: spread like the parameter where it has its shape.
+
+    ValueError for state of a parameter that is not there, or of another shape.
+    """
+    targets = {}
+    for key, spec in found.items():
+        name, _, part = key.rpartition("/")
+        if name not in parameters:
+            raise ValueError(f"the checkpoint has optimizer state of {name!r}, which this run does not train")
+        parameter = parameters[name]
+        if part == "step":
+            targets[key] = torch.zeros(spec.shape, dtype=spec.dtype)
+        elif spec.shape == tuple(parameter.shape):
+            targets[key] = torch.zeros_like(parameter, dtype=spec.dtype, requires_grad=False)
+        else:
+            raise ValueError(f"{key} is {list(spec.shape)} in the checkpoint and {list(parameter.shape)} in this run")
+    return targets
+
+
 def export(place: Path, config: ViTConfig, folder: str | Path, **more: object) -> SavedModel:
     """Write the weights at `place` as a saved model: one process, one tensor in memory at a time.
 

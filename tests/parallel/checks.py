@@ -3,17 +3,23 @@
 Everything is float64 and tiny: 8 images of 8 pixels in patches of 2 (16 tokens), width 8, 4 experts.
 """
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from softmoe import parallel
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
+from softmoe.parallel import checkpoint, state
+from softmoe.parallel.checkpoint import verify_sharded, write_sharded
 from softmoe.train import OptimSection
+from softmoe.train.checkpoint import copy_tensors, optimizer_tensors
 from softmoe.train.objectives import class_weights, softmax_cross_entropy
 from softmoe.train.optim import gradients, make_optimizer, set_learning_rate
 from softmoe.train.tap import RoutingTap
@@ -139,3 +145,85 @@ def with_option(
 def train_with_options(rank: int, world: int) -> dict[str, Outcome]:
     mesh = parallel.make_mesh(2, 2)
     return {option: with_option(option, train_three_steps, mesh, rank) for option in OPTIONS}
+
+
+class Training:
+    """A model and its optimizer that can be stopped, saved and loaded at any step, on a mesh or without."""
+
+    def __init__(self, mesh: parallel.Mesh | None = None, rank: int = 0, *, seed: int = 0):
+        model = make_model("soft", seed=seed)
+        self.model = model if mesh is None else parallel.apply(model, mesh)
+        self.optimizer, self.tap = optimizer_of(self.model), RoutingTap(self.model)
+        self.rank, self.world = rank, 1 if mesh is None else mesh.sizes.world
+
+    def steps(self, *steps: int) -> "Training":
+        for step in steps:
+            images, labels = (share(values, self.rank, self.world) for values in make_batch(step))
+            step_once(self.model, self.optimizer, self.tap, images, labels)
+            parallel.clip_by_global_norm(gradients(self.optimizer), 0.05)
+            self.optimizer.step()
+        return self
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        return {"model": self.model.state_dict(), "optimizer": optimizer_tensors(self.optimizer)}
+
+    def save(self, folder: Path) -> "Training":
+        """In the background, while training goes on with the next step."""
+        copies = {name: copy_tensors(tensors) for name, tensors in self.tensors().items()}
+        group = dist.new_group(backend="gloo")
+        write = threading.Thread(target=write_sharded, args=(folder, 2, copies, {"state": {"step": 2}}, group))
+        write.start()
+        self.steps(2)
+        write.join()
+        return self
+
+    def load(self, folder: Path, *, one_file: bool = False) -> "Training":
+        end = ".safetensors" if one_file else ""
+        state.read_parts(folder / f"model{end}", self.model.state_dict())
+        place = folder / f"optimizer{end}"
+        parameters = dict(self.model.named_parameters())
+        targets = state.optimizer_targets(state.specs(place), parameters)
+        state.read_parts(place, targets)
+        for key, value in targets.items():
+            name, _, part = key.rpartition("/")
+            self.optimizer.state[parameters[name]][part] = value
+        return self
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: whole(value) for name, value in self.model.state_dict().items()}
+
+
+def save_and_resume(
+    rank: int, folder: Path, save: dict[str, tuple[int, int]], load: list[tuple[str, tuple[int, int]]]
+) -> dict[Any, dict[str, Tensor]]:
+    """Save two steps of training on some meshes, load checkpoints on others; weights after the third step of each."""
+    meshes = {sizes: parallel.make_mesh(*sizes) for sizes in dict.fromkeys([*save.values(), *(m for _, m in load)])}
+    results: dict[Any, dict[str, Tensor]] = {}
+    for name, sizes in save.items():
+        results[name] = Training(meshes[sizes], rank).steps(0, 1).save(folder / name).weights()
+    for name, sizes in load:
+        resumed = Training(meshes[sizes], rank, seed=9).load(folder / name, one_file=name == "one").steps(2)
+        results[name, sizes] = resumed.weights()
+    return results
+
+
+def verify_and_fail(rank: int, folder: Path) -> dict[str, str]:
+    """The messages of a damaged checkpoint, and of a save that fails on the second rank."""
+    messages = {}
+    try:
+        verify_sharded(folder / "two")
+    except ValueError as error:
+        messages["damaged"] = str(error)
+    training = Training(parallel.make_mesh(2, 1), rank)
+    if rank == 1:
+        checkpoint.write_parts = refuse  # the disk of this rank is full
+    try:
+        write_sharded(folder / "new", 1, training.tensors(), {})
+    except OSError as error:
+        messages["failed"] = str(error)
+    return messages
+
+
+def refuse(place: Path, tensors: object, group: object) -> None:
+    state.write_parts(place, tensors, group)  # so that the others do not wait
+    raise OSError("no room")
