@@ -7,9 +7,11 @@ from importlib import import_module
 COMMANDS = {
     "bench": "time the layer and the models against the machine's roofline",
     "cost": "parameters, FLOPs and the paper's cost columns, before anything runs",
+    "doctor": "what is wrong with a model or a run, in plain words",
     "evaluate": "accuracy, loss and calibration of a saved model",
     "fewshot": "how well a few examples of each class tell the classes apart",
     "finetune": "train a saved model on other classes, at any image size",
+    "inspect": "what the routers of a model do, as figures and as a page",
     "predict": "the likeliest classes of images in files",
     "quickstart": "train a small Soft MoE and its dense twin, and compare them",
     "report": "one page for one or several runs",

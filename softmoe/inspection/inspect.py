@@ -61,7 +61,9 @@ def take_samples(
             example = source[index]
         except BrokenImage:
             continue
-        pixels = transform.apply(example.image, transform.plan(*example.image.shape[:2], rng), rng)
+        pixels = transform.apply(
+            example.image, transform.plan(example.image.shape[0], example.image.shape[1], rng), rng
+        )
         image = to_tensor(pixels)[None]
         with looking(model):
             weights = take_weights(model, image)[0]

@@ -193,10 +193,12 @@ def dropping(model: Inspection) -> Any | None:
     left.bar([short(name) for name in layers], [100 * r["dropped"] for r in layers.values()], color="#0b6e99")
     left.set(ylabel="tokens dropped (%)")
     left.tick_params(axis="x", rotation=60 if len(layers) > 6 else 0, labelsize=8)
+    experts = 1
     for color, (name, r) in zip(shades(len(layers)), layers.items(), strict=True):
+        experts = r["experts"]
         load = np.sort(r["load"])[::-1]
         right.plot(np.arange(1, len(load) + 1), 100 * load, "o-", ms=3, color=color, label=short(name))
-    right.axhline(100 / len(load), color="#888", ls=":", lw=1)
+    right.axhline(100 / experts, color="#888", ls=":", lw=1)
     right.set(xlabel="experts, fullest first", ylabel="share of the tokens (%)", ylim=(0, None))
     right.legend(frameon=False, fontsize=8)
     for axis in (left, right):

@@ -1,0 +1,119 @@
+"""`softmoe doctor MODEL_OR_RUN [DATA]`: what is wrong, in plain words."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+if TYPE_CHECKING:
+    from softmoe.data import Source
+    from softmoe.evaluate import Loaded
+    from softmoe.inspection.doctor import Verdict
+    from softmoe.report import RunRecord
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Check a model or a run. Exit code 0 if nothing is wrong, 1 if something is."""
+
+    model: Annotated[str, tyro.conf.Positional]
+    """Folder of a run or of a saved model, or a Hub id (user/name)."""
+    data: Annotated[str | None, tyro.conf.Positional] = None
+    """Source of images; of a run its own validation images if not given."""
+    split: str | None = None
+    """val if not given, or what the run used."""
+    images: int = 64
+    """Images to look at, chosen at random (always the same ones)."""
+    batch_size: int = 32
+    device: str = "auto"
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print as JSON."""
+
+
+def main(argv: list[str]) -> int:
+    a = tyro.cli(Arguments, args=argv, prog="softmoe doctor")
+
+    from softmoe.report import load_run
+
+    run = load_run(a.model) if (Path(a.model) / "metrics.jsonl").is_file() else None
+    verdicts = [*model_verdicts(a, run), *(run_verdicts(run) if run else [])]
+    wrong = sum(v.wrong is True for v in verdicts)
+    if a.json:
+        print(json.dumps({"model": a.model, "wrong": wrong, "verdicts": [v.to_dict() for v in verdicts]}, indent=2))
+    else:
+        print("\n".join(line(v) for v in verdicts))
+        print(
+            f"\n{a.model}: "
+            + (f"{wrong} of {len(verdicts)} checks found something wrong" if wrong else "nothing is wrong")
+        )
+    return 1 if wrong else 0
+
+
+def model_verdicts(a: Arguments, run: "RunRecord | None") -> "list[Verdict]":
+    from softmoe.evaluate import load
+    from softmoe.inspection.collect import layer_results
+    from softmoe.inspection.correlation import correlation_summary
+    from softmoe.inspection.doctor import Verdict, examine_layers, examine_machine, examine_parameters
+    from softmoe.inspection.record import moe_layers
+
+    loaded = load(a.model, device=a.device)
+    model = loaded.model
+    weights = next(model.parameters())
+    precision = run.config.precision if run else str(weights.dtype).removeprefix("torch.")
+    machine = examine_machine(precision, weights.device.type)
+    moe = model.config.moe
+    if moe is None:
+        return [machine, Verdict("routing", None, "this model has no MoE layers")]
+    summaries = {name: correlation_summary(router) for name, router in moe_layers(model).items()}
+    slots = {name: summary for name, summary in summaries.items() if summary is not None}
+    found = [machine, *examine_parameters(slots, moe.num_experts, model.config.tokens)]
+    try:
+        source = images_of(a, run)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        if a.data is not None:
+            raise
+        return [*found, Verdict("routing on images", None, f"the run's images cannot be opened: {error}")]
+    if source is None:
+        return [*found, Verdict("routing on images", None, "no data was given: softmoe doctor MODEL DATA")]
+    return found + examine_layers(layer_results(model, batches_of(a, source, loaded))[1])
+
+
+def images_of(a: Arguments, run: "RunRecord | None") -> "Source | None":
+    from softmoe.evaluate import open_data
+    from softmoe.evaluate.inputs import random_subset
+
+    name, split = a.data, a.split or "val"
+    if name is None and run is not None:
+        d = run.config.data
+        name, split = d.val or d.train, a.split or d.val_split
+    return None if name is None else random_subset(open_data(name, split), a.images)
+
+
+def batches_of(a: Arguments, source: "Source", loaded: "Loaded"):
+    from softmoe.data import evaluation_batches
+
+    return (batch.images for batch in evaluation_batches(source, loaded.transform, a.batch_size))
+
+
+def run_verdicts(run: "RunRecord") -> "list[Verdict]":
+    from softmoe.data import Transform, open_source
+    from softmoe.data.batch import TrainBatches
+    from softmoe.inspection.doctor import Verdict
+    from softmoe.inspection.history import examine_history, examine_loading
+
+    c, d = run.config, run.config.data
+    found = examine_history(run.rows, c.schedule.warmup)
+    try:
+        source = open_source(d.train, d.train_split)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        return [*found, Verdict("data loading", None, f"the run's images cannot be opened: {error}")]
+    batches = TrainBatches(source, Transform(d.transform, train=True), d.batch_size, c.seed, 1, 0)
+    return [*found, examine_loading(run.rows, d.workers, batches, d.batch_size)]
+
+
+def line(v: "Verdict") -> str:
+    mark = {True: "WRONG", False: "ok", None: "-"}[v.wrong]
+    text = f"{mark:<6} {v.check}: {v.figure}" + (f" (limit: {v.limit})" if v.limit else "")
+    return f"{text}\n       {v.advice}" if v.wrong else text
