@@ -12,8 +12,9 @@ TEXT = (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL))
-def test_code_blocks_run(block: str) -> None:
+def test_code_blocks_run(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every python block runs as it stands."""
+    monkeypatch.chdir(tmp_path)
     exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
 
 

@@ -45,7 +45,9 @@ def machine() -> dict[str, Any]:
         "capability": torch.backends.cpu.get_cpu_capability(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "environment": {key: os.environ[key] for key in sorted(os.environ) if key.startswith(("OMP_", "ONEDNN_", "THP_"))},
+        "environment": {
+            key: os.environ[key] for key in sorted(os.environ) if key.startswith(("OMP_", "ONEDNN_", "THP_"))
+        },
     }
 
 

@@ -94,14 +94,15 @@ _RELATION_WORDS = {
     "behind": ("behind", "in back of"),
 }
 _PATTERNS = (
-    "a {texture} {shape} {relation} a small {companion}, on {ground}",
-    "a {color} {texture} {shape} {relation} a {companion_color} {companion} on {ground}",
-    "on {ground}, there is a {texture} {shape} {relation} a {companion}",
-    "a picture of a {color} and {second} {shape} with a {texture} pattern {relation} a small {companion}",
-    "a {texture} {shape} in {color} and {second}, {relation} a {companion_color} {companion}",
-    "{ground} with a {texture} {shape} {relation} a little {companion_color} {companion}",
+    "{a_texture} {shape} {relation} a small {companion}, on {ground}",
+    "{a_color} {texture} {shape} {relation} {a_companion_color} {companion} on {ground}",
+    "on {ground}, there is {a_texture} {shape} {relation} {a_companion}",
+    "a picture of {a_color} and {second} {shape} with {a_texture} pattern {relation} a small {companion}",
+    "{a_texture} {shape} in {color} and {second}, {relation} {a_companion_color} {companion}",
+    "{ground} with {a_texture} {shape} {relation} a little {companion_color} {companion}",
 )
 _SPOKEN_VOWELS = ("a", "e", "i", "o", "u", "hour")
+_WITH_ARTICLE = ("texture", "color", "companion", "companion_color")
 
 
 def captions(words: Words, draw: int, count: int = 2) -> tuple[str, ...]:
@@ -110,16 +111,14 @@ def captions(words: Words, draw: int, count: int = 2) -> tuple[str, ...]:
     step = 1 + draw // 7 % (len(_PATTERNS) - 1)
     synonyms = _RELATION_WORDS[words.relation]
     said = []
+    facts = vars(words) | {f"a_{name}": with_article(getattr(words, name)) for name in _WITH_ARTICLE}
     for k in range(count):
         pattern = _PATTERNS[(first + k * step) % len(_PATTERNS)]
-        facts = vars(words) | {"relation": synonyms[(draw // 64 + k) % len(synonyms)]}
-        said.append(_articles(pattern.format(**facts)))
+        facts["relation"] = synonyms[(draw // 64 + k) % len(synonyms)]
+        said.append(pattern.format_map(facts))
     return tuple(said)
 
 
-def _articles(sentence: str) -> str:
-    words = sentence.split(" ")
-    for i in range(len(words) - 1):
-        if words[i] == "a" and words[i + 1].startswith(_SPOKEN_VOWELS):
-            words[i] = "an"
-    return " ".join(words)
+@cache
+def with_article(word: str) -> str:
+    return ("an " if word.startswith(_SPOKEN_VOWELS) else "a ") + word
