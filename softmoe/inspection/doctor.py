@@ -66,8 +66,8 @@ def examine_layers(layers: Layers) -> list[Verdict]:
             "uniform dispatch",
             {n: r["dispatch"]["effective_share"] for n, r in soft.items() if r["tokens"] > 1},
             "slots average {} of the tokens even",
-            "every expert sees the same mean token: train longer, raise model.scale_init, or give routers a higher rate "
-            "(optim.lr_patterns)",
+            "every expert sees the same mean token: train longer, raise model.scale_init, or give routers a higher "
+            "rate (optim.lr_patterns)",
             above=UNIFORM,
             form=".1%",
             all_layers=True,
@@ -92,7 +92,7 @@ def examine_layers(layers: Layers) -> list[Verdict]:
             "dropped tokens",
             {n: r["dropped"] for n, r in sparse.items()},
             "{} of the tokens reach no expert",
-            "raise capacity_factor, use fewer experts, keep batch_priority on, or use the soft router, which drops none",
+            "raise capacity_factor, use fewer experts, keep batch_priority on, or use the soft router: it drops none",
             above=DROPPED,
             form=".1%",
         ),
