@@ -38,7 +38,7 @@ def router_health(run: RunRecord) -> Any | None:
             ("scale", "scale of the logits"),
             ("max_dispatch", "largest dispatch weight (mean over slots)"),
             ("max_combine", "largest combine weight (mean over tokens)"),
-            ("dropped", "share of tokens dropped"),
+            ("drop_rate", "share of tokens dropped"),
         )
     ]
     panels = [(curves, label) for curves, label in panels if curves]
