@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from softmoe.bench.peers import available_peers
-from softmoe.bench.roofline import Roofline
+from softmoe.bench.roofline import Probes
 from softmoe.bench.timing import Timing, interleave
 from softmoe.bench.work import Work, mlp, soft_layer, sparse_layer
 from softmoe.models import create_model
@@ -37,7 +37,7 @@ class Contender:
     work: Work | None
 
 
-def bench_layer(roofline: Roofline, *, train: bool = True, seconds: float = 15.0) -> Iterator[Row]:
+def bench_layer(probes: Probes, *, train: bool = True, seconds: float = 15.0) -> Iterator[Row]:
     """S/16: 128 experts at batch 1, 8 and 32, and 32 experts with 4 slots at batch 32."""
     peers, _ = available_peers()
     for N, P, B in ((128, 1, 1), (128, 1, 8), (128, 1, 32), (32, 4, 32)):
@@ -48,10 +48,10 @@ def bench_layer(roofline: Roofline, *, train: bool = True, seconds: float = 15.0
         }
         for name, build in peers.items():
             contenders[name] = Contender(build(D, H, N, P), tokens, None)
-        yield from compare(f"{N} experts x {P}, batch {B}", contenders, roofline, train=train, seconds=seconds)
+        yield from compare(f"{N} experts x {P}, batch {B}", contenders, probes, train=train, seconds=seconds)
 
 
-def bench_model(roofline: Roofline, *, train: bool = True, seconds: float = 30.0) -> Iterator[Row]:
+def bench_model(probes: Probes, *, train: bool = True, seconds: float = 30.0) -> Iterator[Row]:
     """`soft_s16_128e` beside its dense backbone."""
     from softmoe.budget import cost
 
@@ -62,10 +62,10 @@ def bench_model(roofline: Roofline, *, train: bool = True, seconds: float = 30.0
             price = cost(name)
             work = Work(B * price.macs, price.params, images.numel())
             contenders[name] = Contender(create_model(name), images, work)
-        yield from compare(f"batch {B}", contenders, roofline, train=train and B == 8, seconds=seconds)
+        yield from compare(f"batch {B}", contenders, probes, train=train and B == 8, seconds=seconds)
 
 
-def bench_routers(roofline: Roofline, *, seconds: float = 20.0) -> Iterator[Row]:
+def bench_routers(probes: Probes, *, seconds: float = 20.0) -> Iterator[Row]:
     """The three routers on 8 images, at 32 and at 1,024 experts that they share. Forward only."""
     for N, P in ((32, 6), (1024, 1)):
         experts = Experts(D, H, N)
@@ -81,15 +81,17 @@ def bench_routers(roofline: Roofline, *, seconds: float = 20.0) -> Iterator[Row]
             name: Contender(MoE(router, experts), tokens, soft_layer(8, M, D, H, N, P) if name == "soft" else sparse)
             for name, router in routers.items()
         }
-        yield from compare(f"{N} experts", contenders, roofline, train=False, seconds=seconds)
+        yield from compare(f"{N} experts", contenders, probes, train=False, seconds=seconds)
 
 
 def compare(
-    case: str, contenders: dict[str, Contender], roofline: Roofline, *, train: bool, seconds: float
+    case: str, contenders: dict[str, Contender], probes: Probes, *, train: bool, seconds: float
 ) -> Iterator[Row]:
     for phase in ("forward", "train") if train else ("forward",):
         make = forward_step if phase == "forward" else train_step
-        timings = interleave({name: make(c.module, c.x) for name, c in contenders.items()}, seconds=seconds)
+        functions = {name: make(c.module, c.x) for name, c in contenders.items()}
+        timings = interleave(functions | probes.functions(), seconds=seconds)
+        roofline = probes.roofline(timings)
         for name, contender in contenders.items():
             fraction = None
             if contender.work is not None:

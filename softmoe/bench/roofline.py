@@ -2,12 +2,14 @@
 
 import os
 import platform
-import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from softmoe.bench.timing import Timing, interleave
 
 
 @dataclass(frozen=True)
@@ -20,20 +22,30 @@ class Roofline:
         return max(flops / self.flops_per_second, moved_bytes / self.bytes_per_second)
 
 
-def measure_roofline(repeats: int = 7) -> Roofline:
-    """Best of several: a 2048-cubed product, and reading 512 MiB (a sum, the traffic of weights that are used once)."""
-    size = 2048
-    a, b = torch.randn(size, size), torch.randn(size, size)
-    words = torch.ones(1 << 27)
-    product = min(seconds_of(lambda: a @ b) for _ in range(repeats))
-    read = min(seconds_of(words.sum) for _ in range(repeats))
-    return Roofline(2 * size**3 / product, words.numel() * words.element_size() / read)
+class Probes:
+    """The two functions whose speed is the roofline. Timed in turn with what they judge: a busy machine slows all.
+
+    A product of two 2048-square matrices, and reading 256 MiB (a sum: the traffic of weights that are used once).
+    """
+
+    SIZE, WORDS = 2048, 1 << 26
+    PRODUCT, READ = "(product)", "(read)"
+
+    def __init__(self) -> None:
+        self.a, self.b = torch.randn(self.SIZE, self.SIZE), torch.randn(self.SIZE, self.SIZE)
+        self.words = torch.ones(self.WORDS)
+
+    def functions(self) -> dict[str, Callable[[], object]]:
+        return {self.PRODUCT: lambda: self.a @ self.b, self.READ: self.words.sum}
+
+    def roofline(self, timings: Mapping[str, Timing]) -> Roofline:
+        bytes_read = self.words.numel() * self.words.element_size()
+        return Roofline(2 * self.SIZE**3 / timings[self.PRODUCT].median, bytes_read / timings[self.READ].median)
 
 
-def seconds_of(function: Any) -> float:
-    before = time.perf_counter()
-    function()
-    return time.perf_counter() - before
+def measure_roofline(rounds: int = 7) -> Roofline:
+    probes = Probes()
+    return probes.roofline(interleave(probes.functions(), rounds=rounds))
 
 
 def machine() -> dict[str, Any]:

@@ -23,7 +23,7 @@ def run(
     from softmoe.bench.cases import Row, bench_layer, bench_model, bench_routers
     from softmoe.bench.peers import available_peers
     from softmoe.bench.report import save, table
-    from softmoe.bench.roofline import describe, measure_roofline
+    from softmoe.bench.roofline import Probes, describe, measure_roofline
 
     roofline = measure_roofline()
     print(describe(roofline), flush=True)
@@ -32,11 +32,11 @@ def run(
         return
     if what == "layer":
         print(*available_peers()[1], sep="\n", flush=True)
-        found = bench_layer(roofline, train=not forward_only, seconds=seconds)
+        found = bench_layer(Probes(), train=not forward_only, seconds=seconds)
     elif what == "model":
-        found = bench_model(roofline, train=not forward_only, seconds=seconds)
+        found = bench_model(Probes(), train=not forward_only, seconds=seconds)
     else:
-        found = bench_routers(roofline, seconds=seconds)
+        found = bench_routers(Probes(), seconds=seconds)
     rows: list[Row] = []
     for line in table(rows.append(row) or row for row in found):
         print(line, flush=True)

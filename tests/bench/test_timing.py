@@ -9,7 +9,7 @@ import torch
 from softmoe.bench import cases
 from softmoe.bench.peers import available_peers
 from softmoe.bench.report import save, table
-from softmoe.bench.roofline import Roofline, describe, measure_roofline
+from softmoe.bench.roofline import Probes, Roofline, describe, measure_roofline
 from softmoe.bench.timing import interleave, summarize
 from softmoe.bench.work import mlp, soft_layer
 from softmoe.cli import main
@@ -69,7 +69,7 @@ def test_compare_steps_really_train() -> None:
 def test_rows_become_a_table_and_json(tmp_path: Path) -> None:
     """The first row of a case is its unit; the file holds the machine and all rows."""
     contender = cases.Contender(SoftMoE(8, 2), torch.randn(2, 5, 8), soft_layer(2, 5, 8, 32, 2, 1))
-    rows = list(cases.compare("tiny", {"ours": contender}, ROOFLINE, train=True, seconds=0.0))
+    rows = list(cases.compare("tiny", {"ours": contender}, Probes(), train=True, seconds=0.0))
     assert [row.phase for row in rows] == ["forward", "train"]
     lines = list(table(rows))
     assert lines[0] == "tiny, forward"
@@ -81,7 +81,7 @@ def test_rows_become_a_table_and_json(tmp_path: Path) -> None:
 
 
 def test_machine_is_named() -> None:
-    assert "GFLOP/s" in describe(measure_roofline(repeats=1))
+    assert "GFLOP/s" in describe(measure_roofline(rounds=3))
 
 
 def test_missing_peers_are_said() -> None:
