@@ -60,7 +60,8 @@ def main(argv: list[str]) -> int:
         print(describe_run(config))
         return 0
     try:
-        return finish(train(config))
+        result = train(config)
+        return finish(result) if result.rank == 0 else exit_code(result)
     except WorkerDied as error:
         raise OSError(str(error)) from error
     except RuntimeError as error:  # torch has a class of its own for this on accelerators only
@@ -89,13 +90,17 @@ def stored_run(path: Path) -> TrainConfig:
     return replace(stored[0], runs=str(place.parent), run_name=place.name)
 
 
+def exit_code(result: Result) -> int:
+    return 0 if result.signal is None else 128 + result.signal
+
+
 def finish(result: Result) -> int:
     """Save the model and say where things are. A run stopped by a signal gives the shell's code, 128 + its number."""
     folder = result.folder
     if result.signal is not None:
         name = signal.Signals(result.signal).name
         print(f"stopped by {name} after step {result.step}; to continue: softmoe train {folder.path}")
-        return 128 + result.signal
+        return exit_code(result)
     rows = {name: f"{value:.4f}" for name, value in result.numbers.items()}
     rows |= {"model": str(export(folder).folder), "metrics": str(folder.metrics)}
     if folder.evaluation.exists():

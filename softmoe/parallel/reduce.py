@@ -1,16 +1,29 @@
 """Numbers about the whole job: the true norm of a sharded gradient, means over ranks."""
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_spread(tensor: Any) -> TypeGuard["DTensor"]:
+    """Is it a DTensor? Asked without importing them: that takes a second, which runs in one process need not pay."""
+    return hasattr(tensor, "to_local")
 
 
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that this rank keeps; the tensor itself if it is a plain one."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_spread(tensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor with the parts of all ranks, which must all call this; the tensor itself if it is a plain one."""
+    return tensor.full_tensor() if is_spread(tensor) else tensor
 
 
 def copies(tensor: Tensor) -> int:
@@ -18,9 +31,9 @@ def copies(tensor: Tensor) -> int:
     if not dist.is_initialized():
         return 1
     parts = 1
-    if isinstance(tensor, DTensor):
+    if is_spread(tensor):
         for place, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
-            parts *= size if isinstance(place, Shard) else 1
+            parts *= size if place.is_shard() else 1
     return dist.get_world_size() // parts
 
 

@@ -40,7 +40,7 @@ def apply(model: VisionTransformer, mesh: Mesh) -> VisionTransformer:
             scalar.register_post_accumulate_grad_hook(_average_gradient)
     for block in model.encoder.blocks:
         fully_shard(block, mesh=mesh.rest, ignored_params=owned | scalars)
-    fully_shard(model, mesh=mesh.rest, ignored_params=owned | scalars)
+    fully_shard(model, mesh=mesh.rest, ignored_params=owned | scalars, reshard_after_forward=True)  # see new weights
     return model
 
 

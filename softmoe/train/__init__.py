@@ -9,6 +9,7 @@ from softmoe.train.config import (
     ModelSection,
     ObjectiveSection,
     OptimSection,
+    ParallelSection,
     ScheduleSection,
     TrainConfig,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "ModelSection",
     "ObjectiveSection",
     "OptimSection",
+    "ParallelSection",
     "Result",
     "ScheduleSection",
     "TrainConfig",

@@ -80,9 +80,11 @@ def branch_config(old: TrainConfig, step: int, cooldown: int, run_name: str, run
 
 def copy_checkpoint(source: Path, target: Path) -> None:
     """Hard links where the file system has them: checkpoints are never changed in place."""
-    target.mkdir(parents=True)
-    for file in source.iterdir():
-        try:
-            os.link(file, target / file.name)
-        except OSError:
-            shutil.copy(file, target / file.name)
+    shutil.copytree(source, target, copy_function=link_or_copy)
+
+
+def link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy(source, target)

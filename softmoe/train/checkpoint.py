@@ -118,13 +118,24 @@ def read_checkpoint(folder: Path) -> Snapshot:
         names = [Path(name) for name in manifest["files"]]
         return Snapshot(
             manifest["step"],
-            {n.stem: load_file(folder / n) for n in names if n.suffix == ".safetensors"},
+            load_tensors(folder, [n for n in names if n.suffix == ".safetensors"]),
             {n.stem: read_json(folder / n) for n in names if n.suffix == ".json"},
         )
     except BrokenCheckpoint:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise BrokenCheckpoint(f"{folder} cannot be read: {error}") from error
+
+
+def load_tensors(folder: Path, names: list[Path]) -> dict[str, Tensors]:
+    """From files, or from folders with the parts that many processes wrote."""
+    parts = {name.parts[0] for name in names if len(name.parts) > 1}
+    whole = {name.stem: load_file(folder / name) for name in names if len(name.parts) == 1}
+    if not parts:
+        return whole
+    from softmoe.parallel.state import read_all  # slow to import
+
+    return whole | {name: read_all(folder / name) for name in sorted(parts)}
 
 
 class CheckpointStore:
@@ -195,20 +206,26 @@ class CheckpointStore:
 
     def _write(self, snapshot: Snapshot, best: int | None) -> None:
         try:
-            path = write_checkpoint(self.folder, snapshot)
+            self._put(snapshot)
         except OSError as error:
             self.failed_saves += 1
             kept = "no checkpoint yet" if self.last_good is None else f"the last good one is of step {self.last_good}"
             self.report(f"could not save step {snapshot.step}: {error}; training goes on, {kept}")
             return
         self.last_good = snapshot.step
+        self._put_in_order(snapshot.step, best)
+
+    def _put(self, snapshot: Snapshot) -> None:
+        write_checkpoint(self.folder, snapshot)
+
+    def _put_in_order(self, step: int, best: int | None) -> None:
         try:
-            point_link(self.folder / "last", path.name)
+            point_link(self.folder / "last", step_name(step))
             if best is not None and best in self.steps():
                 point_link(self.folder / "best", step_name(best))
             self._prune(best)
         except OSError as error:
-            self.report(f"saved step {snapshot.step}, but could not put the folder in order: {error}")
+            self.report(f"saved step {step}, but could not put the folder in order: {error}")
 
     def _prune(self, best: int | None) -> None:
         steps = self.steps()

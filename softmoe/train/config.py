@@ -189,6 +189,18 @@ class LogSection:
 
 
 @dataclass(frozen=True)
+class ParallelSection:
+    """How the processes that torchrun started share the work. The batch is always split over all of them."""
+
+    expert: int = 1
+    """So many processes own the experts together and exchange slots; a divisor of the number of experts."""
+    shard: int = 1
+    """So many processes keep all other weights together (FSDP); larger than `expert` cuts the experts too."""
+    timeout: float = 600.0
+    """Seconds after which a process that waits in vain for the others gives up."""
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """A whole run."""
 
@@ -205,6 +217,7 @@ class TrainConfig:
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     log: LogSection = field(default_factory=LogSection)
+    parallel: ParallelSection = field(default_factory=ParallelSection)
     precision: Literal["float32", "bfloat16"] = "float32"
     """bfloat16 computes products in bfloat16 where this machine truly can; weights stay float32."""
     compile: bool = False

@@ -30,6 +30,7 @@ FREE = (
     "data.max_broken",
     "max_bad_steps",
     "threads",
+    "parallel.",
 )
 FUTURE = ("steps", "schedule.")
 

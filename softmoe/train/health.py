@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from softmoe.moe import DenseRouting, Router, Routing, SoftRouter, SparseRouting
+from softmoe.parallel import whole
 
 SATURATED = 0.95  # mean largest weight above which a softmax passes one entry only
 ALIKE = 0.95  # mean cosine of the slot vectors above which they all ask for the same
@@ -31,7 +32,7 @@ def router_health(router: Router, routing: Routing) -> dict[str, float]:
     if isinstance(router, SoftRouter):
         if router.scale is not None:
             numbers["scale"] = router.scale.detach()
-        numbers["slot_similarity"] = mean_cosine(router.phi.detach().flatten(1))
+        numbers["slot_similarity"] = mean_cosine(whole(router.phi.detach()).flatten(1))
     return {name: float(value) for name, value in numbers.items()}
 
 

@@ -22,6 +22,8 @@ from softmoe.train.run import Progressed, Run, build
 from softmoe.train.signals import StopRequest
 from softmoe.train.sinks import make_sinks
 from softmoe.train.step import train_step
+from softmoe.train.team import joined
+from softmoe.train.together import export_whole, read_shares
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class Result:
     numbers: dict[str, float]
     """What the last evaluation found; empty if there was none."""
     signal: int | None = None
+    rank: int = 0
+    """Of this process, where there are several."""
 
 
 def train(
@@ -49,19 +53,23 @@ def train(
     config.check()
     folder = RunFolder.of(config)
     with ExitStack() as stack:
-        stack.enter_context(folder.locked())
-        run = build(config, folder, objective, evaluators)
+        team = stack.enter_context(joined(config.parallel, config.device))
+        if team.leads:
+            stack.enter_context(folder.locked())
+        run = build(config, folder, objective, evaluators, team)
         stack.callback(run.close)
         stack.enter_context(data_warnings_to(run))
         resume(run)
-        run.sinks = make_sinks(config, folder.path, run.done.step)
+        run.sinks = make_sinks(config, folder.path, run.done.step) if team.leads else []
         stop = stack.enter_context(StopRequest())
         run_steps(run, stop)
         if stop.signal is not None:
             save(run)
         if run.data.loader.broken:
             run.progress.report(f"{len(run.data.loader.broken)} images could not be read and were replaced by others")
-    return Result(folder, run.done.step, run.numbers, None if stop.signal is None else int(stop.signal))
+        if team.world > 1 and stop.signal is None:
+            export_whole(run)
+    return Result(folder, run.done.step, run.numbers, None if stop.signal is None else int(stop.signal), team.rank)
 
 
 def run_steps(run: Run, stop: StopRequest) -> None:
@@ -75,6 +83,7 @@ def run_steps(run: Run, stop: StopRequest) -> None:
         batch = to_device(next(batches), run.device)
         log_now = (done.step + 1) % config.log.every == 0 or done.step + 1 == config.steps
         loss, rate = train_step(run, batch, keep_routing=log_now and config.log.health)
+        stop.signal = run.team.agree(stop.signal)
         done.device_seconds += time.perf_counter() - start
         after_step(run, clock, loss, rate, log_now=log_now)
 
@@ -111,7 +120,9 @@ def resume(run: Run) -> None:
                 f"{run.folder.path} holds a run of another configuration:\n  {lines}\n"
                 "use another run_name, or remove the folder to start again"
             )
-    run.folder.begin(run.config, facts)
+    run.team.wait()  # all have read the folder
+    if run.team.leads:
+        run.folder.begin(run.config, facts)
     if snapshot is not None:
         restore(run, snapshot)
         run.progress.report(f"resuming {run.folder.path} at step {step} of {run.config.steps}")
@@ -119,10 +130,13 @@ def resume(run: Run) -> None:
 
 
 def restore(run: Run, snapshot: Snapshot) -> None:
-    run.model.load_state_dict(snapshot.tensors["model"])
-    load_optimizer(run.optimizer, snapshot.tensors["optimizer"])
-    if run.average is not None:
-        run.average.model.load_state_dict(snapshot.tensors["ema"])
+    if run.team.world > 1:
+        read_shares(run, snapshot.step)
+    else:
+        run.model.load_state_dict(snapshot.tensors["model"])
+        load_optimizer(run.optimizer, snapshot.tensors["optimizer"])
+        if run.average is not None:
+            run.average.model.load_state_dict(snapshot.tensors["ema"])
     run.done = Progressed(**snapshot.texts["state"]["progress"])
     run.saved_step = snapshot.step
     best = run.done.best

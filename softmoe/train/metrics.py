@@ -15,14 +15,15 @@ class MetricsFile:
 
     `rewind(step)` drops what a killed run wrote after the checkpoint it resumes from, so that in the end the file is
     that of an uninterrupted run. If the disk is full lines wait in memory and are written when there is room.
+    Without a path nothing is written: of many processes only one keeps the file.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path | None):
         self.path = path
         self._waiting: list[str] = []
 
     def rewind(self, step: int) -> None:
-        if not self.path.exists():
+        if self.path is None or not self.path.exists():
             return
         kept = []
         for line in self.path.read_text(errors="replace").splitlines():
@@ -38,6 +39,8 @@ class MetricsFile:
 
     def write(self, record: dict[str, Any]) -> str | None:
         """Append one line; returns the reason if it had to wait."""
+        if self.path is None:
+            return None
         self._waiting.append(json.dumps(finite(record)) + "\n")
         before = self.path.stat().st_size if self.path.exists() else 0
         try:
@@ -52,6 +55,8 @@ class MetricsFile:
 
     def flush(self) -> None:
         """On the disk for certain, before a checkpoint says that this step was reached."""
+        if self.path is None:
+            return
         with suppress(OSError):  # a disk that cannot do this will say so when the checkpoint is written
             sync_file(self.path)
 

@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -12,13 +13,17 @@ from torch import Tensor, nn
 from softmoe.data import Batch, Loader, Source, Transform, evaluation_batches, open_source
 from softmoe.machine import bfloat16_works
 from softmoe.models import VisionTransformer, ViTConfig
+from softmoe.parallel import local
 from softmoe.train.config import TrainConfig
 from softmoe.train.transfer import start_from
 
 
-def choose_device(name: str) -> torch.device:
+def choose_device(name: str, place: int | None = None) -> torch.device:
+    """`place` counts the processes of one machine, if there are several: each takes an accelerator of its own."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and place is not None:
+        name = f"cuda:{place}"
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
@@ -56,13 +61,16 @@ def random_seed(*parts: Any) -> int:
 
 
 class Average:
-    """A copy of the model whose weights are the running mean of the model's: e = decay * e + (1 - decay) * w."""
+    """A copy of the model whose weights are the running mean of the model's: e = decay * e + (1 - decay) * w.
 
-    def __init__(self, model: nn.Module, decay: float):
-        self.model = copy.deepcopy(model).requires_grad_(False).eval()
+    `twin` is an equal model to become the copy, for models that cannot be copied because they are spread over ranks.
+    """
+
+    def __init__(self, model: nn.Module, decay: float, twin: nn.Module | None = None):
+        self.model = (copy.deepcopy(model) if twin is None else twin).requires_grad_(False).eval()
         self.decay = decay
-        self._averages: list[Tensor] = list(self.model.parameters())
-        self._weights: list[Tensor] = list(model.parameters())
+        self._averages: list[Tensor] = [local(p.detach()) for p in self.model.parameters()]
+        self._weights: list[Tensor] = [local(p.detach()) for p in model.parameters()]
 
     @torch.no_grad()
     def update(self) -> None:
@@ -78,8 +86,11 @@ class Data:
     val: Source
     loader: Loader
 
+    world: int = 1
+    rank: int = 0
+
     @classmethod
-    def open(cls, config: TrainConfig) -> "Data":
+    def open(cls, config: TrainConfig, world: int = 1, rank: int = 0) -> "Data":
         d = config.data
         train = open_source(d.train, d.train_split)
         val = open_source(d.val or d.train, d.val_split)
@@ -93,23 +104,32 @@ class Data:
             Transform(d.transform, train=True),
             d.batch_size,
             config.seed,
-            1,
-            0,
+            world,
+            rank,
             d.workers,
             d.prefetch,
             d.max_broken,
         )
-        return cls(config, train, val, loader)
+        return cls(config, train, val, loader, world, rank)
 
     def facts(self) -> dict[str, Any]:
         return {"train_data": self.train.fingerprint, "classes": len(self.train.classes)}
 
+    @property
+    def eval_share(self) -> int:
+        """Images of this rank in each batch of an evaluation; the last may have fewer."""
+        return -(-self.config.data.eval_batch_size // self.world)
+
     def validation(self) -> Iterator[Batch]:
+        """This rank's share. Of many, all have the same number of batches, but a batch may be empty."""
         d, examples = self.config.data, self.config.evaluation.examples
+        size = self.eval_share * self.world
         batches = evaluation_batches(
-            self.val, Transform(d.transform, train=False), d.eval_batch_size, 1, 0, d.workers, d.prefetch
+            self.val, Transform(d.transform, train=False), size, self.world, self.rank, d.workers, d.prefetch
         )
-        return batches if examples is None else first_examples(batches, examples)
+        if examples is None:
+            return batches
+        return first_examples(batches, examples) if self.world == 1 else share_of_first(batches, examples, size)
 
 
 def first_examples(batches: Iterable[Batch], examples: int) -> Iterator[Batch]:
@@ -119,6 +139,12 @@ def first_examples(batches: Iterable[Batch], examples: int) -> Iterator[Batch]:
         left -= len(batch)
         if left <= 0:
             return
+
+
+def share_of_first(batches: Iterable[Batch], examples: int, size: int) -> Iterator[Batch]:
+    """One rank's part of the first `examples`; `size` images are in a batch of all ranks."""
+    for batch in itertools.islice(batches, -(-examples // size)):
+        yield slice_batch(batch, 0, int((batch.indices < examples).sum()))
 
 
 def slice_batch(batch: Any, start: int, stop: int) -> Any:

@@ -12,6 +12,7 @@ from softmoe.train.progress import Clock, progress_line
 from softmoe.train.run import Run
 from softmoe.train.step import autocast
 from softmoe.train.strict import flatten
+from softmoe.train.together import evaluate_share
 
 
 class Diverged(ValueError):
@@ -21,7 +22,7 @@ class Diverged(ValueError):
 def show_progress(run: Run, clock: Clock, loss: float, rate: float) -> None:
     steps_per_second = clock.steps_per_second(run.done.step)
     images_per_second = steps_per_second * run.config.data.batch_size
-    share = images_per_second * run.flops_per_image / peak_flops(run.device, run.autocast)
+    share = images_per_second * run.flops_per_image / (run.team.world * peak_flops(run.device, run.autocast))
     left = (run.config.steps - run.done.step) / max(steps_per_second, 1e-9)
     run.progress.show(progress_line(run.done.step, run.config.steps, loss, rate, images_per_second, share, left))
 
@@ -81,7 +82,7 @@ def evaluate(run: Run) -> bool:
     numbers: dict[str, float] = {}
     for name, evaluator in run.evaluators.items():
         with autocast(run), torch.no_grad():
-            found = evaluator(model, run.data.validation())
+            found = evaluate_share(evaluator, model, run.data, run.team)
         numbers |= {f"{name}/{what}": value for what, value in found.items()}
     if key not in numbers:
         raise ValueError(f"evaluation.best is {key!r}, but the evaluators give: {', '.join(numbers)}")
@@ -92,6 +93,8 @@ def evaluate(run: Run) -> bool:
     improved = done.best is None or numbers[key] > done.best["value"]
     if improved:
         done.best = {"step": done.step, "name": key, "value": numbers[key]}
+    if not run.team.leads:
+        return improved
     try:
         write_json(run.folder.evaluation, {"step": done.step, "numbers": numbers, "best": done.best})
     except OSError as error:

@@ -20,8 +20,10 @@ from softmoe.train.optim import make_optimizer
 from softmoe.train.parts import Average, Data, build_model, choose_device, choose_precision
 from softmoe.train.progress import Progress
 from softmoe.train.schedule import Schedule, make_schedule
+from softmoe.train.sharded import make_store
 from softmoe.train.sinks import Sink
 from softmoe.train.tap import RoutingTap
+from softmoe.train.team import Team
 
 
 @dataclass
@@ -60,6 +62,7 @@ class Run:
     metrics: MetricsFile
     progress: Progress
     flops_per_image: int
+    team: Team = field(default_factory=Team)
     sinks: list[Sink] = field(default_factory=list)
     done: Progressed = field(default_factory=Progressed)
     watch: HealthWatch = field(default_factory=HealthWatch)
@@ -85,16 +88,20 @@ def build(
     folder: RunFolder,
     objective: Objective | None = None,
     evaluators: Mapping[str, Evaluator] | None = None,
+    team: Team | None = None,
 ) -> Run:
     """Everything fresh, from the settings alone."""
-    progress = Progress(config.log.seconds, quiet=config.log.quiet)
+    team = team or Team()
+    progress = Progress(config.log.seconds, quiet=config.log.quiet or not team.leads, stream=team.stream)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    device = choose_device(config.device)
+    device = choose_device(config.device, team.place)
     autocast = choose_precision(config.precision, device, progress.report)
-    data = Data.open(config)
+    data = Data.open(config, team.world, team.rank)
     shape = config.model.resolve(len(data.train.classes) or None, config.data.transform.image_size)
-    model = build_model(config, shape, device)
+    team.check(config, shape)
+    model = team.spread(build_model(config, shape, device))
+    twin = team.spread(build_model(config, shape, device)) if team.world > 1 and config.ema is not None else None
     tap = RoutingTap(model)  # before compiling, which looks at the hooks
     return Run(
         config=config,
@@ -102,7 +109,7 @@ def build(
         data=data,
         model=model,
         forward=torch.compile(model) if config.compile else model,  # pyright: ignore[reportArgumentType]
-        average=None if config.ema is None else Average(model, config.ema),
+        average=None if config.ema is None else Average(model, config.ema, twin),
         optimizer=make_optimizer(model, config.optim),
         schedule=make_schedule(config.schedule, config.steps),
         objective=objective or make_objective(config.objective),
@@ -110,8 +117,9 @@ def build(
         device=device,
         autocast=autocast,
         tap=tap,
-        store=CheckpointStore(folder.checkpoints, config.checkpoint, progress.report),
-        metrics=MetricsFile(folder.metrics),
+        store=make_store(folder.checkpoints, config.checkpoint, progress.report, team),
+        metrics=MetricsFile(folder.metrics if team.leads else None),
         progress=progress,
         flops_per_image=cost(shape).train_flops,
+        team=team,
     )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from softmoe.train.optim import clip_by_global_norm, gradients, set_learning_rate
+from softmoe.train.optim import gradients, set_learning_rate
 from softmoe.train.parts import random_seed, split_batch
 from softmoe.train.run import Run
 
@@ -17,12 +17,12 @@ def train_step(run: Run, batch: Any, *, keep_routing: bool = False) -> tuple[flo
     done, config = run.done, run.config
     rate = run.schedule(done.step)
     set_learning_rate(run.optimizer, rate)
-    torch.manual_seed(random_seed(config.seed, "step", done.step))
+    torch.manual_seed(random_seed(config.seed, "step", done.step, *run.team.seed))
     run.model.train()
     run.optimizer.zero_grad(set_to_none=True)
     loss, auxiliary = forward_backward(run, batch)
-    norm = clip_by_global_norm(gradients(run.optimizer), config.optim.clip_norm)
-    values = torch.stack([loss.double(), auxiliary.double(), norm.double()]).tolist()  # the one wait of a step
+    norm = run.team.clip(gradients(run.optimizer), config.optim.clip_norm)
+    values = run.team.mean(torch.stack([loss.double(), auxiliary.double(), norm.double()])).tolist()  # the one wait
     done.step += 1
     if math.isfinite(values[0]) and math.isfinite(values[2]):
         run.optimizer.step()

@@ -1,7 +1,9 @@
-"""Run a function on several ranks of a gloo group, each a real process, and get what they return."""
+"""Run a function on several ranks, each a real process, and get what they return."""
 
 import io
 import multiprocessing
+import os
+import socket
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -13,53 +15,67 @@ import torch
 import torch.distributed as dist
 
 
-def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, seconds: float = 240.0) -> list[Any]:
-    """[function(rank, *arguments) on each rank]. An error on any rank is raised here, with its traceback."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["parallel.preload"])  # import torch once for all
+def run_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """[function(rank, *arguments) on each rank of a gloo group]. An error on any rank is raised here."""
     with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
-        for rank in range(world):
-            ours, theirs = context.Pipe(duplex=False)
-            arguments_of_rank = (rank, world, str(Path(folder) / "store"), theirs, function, arguments)
-            process = context.Process(target=_rank, args=arguments_of_rank, daemon=True)
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        try:
-            results = [_receive(pipe, rank, seconds) for rank, pipe in enumerate(pipes)]
-        finally:
-            for process in processes:
-                process.join(2.0)
-                process.kill()
+        results = start_ranks(world, in_group, str(Path(folder) / "store"), function, arguments)
     for rank, (_, error) in enumerate(results):
         if error:
             raise AssertionError(f"rank {rank} of {world}:\n{error}")
-    return [torch.load(io.BytesIO(value), weights_only=False) for value, _ in results]
+    return [value for value, _ in results]
 
 
-def _receive(pipe: Any, rank: int, seconds: float) -> tuple[Any, str | None]:
+def in_group(rank: int, world: int, store: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    patience = timedelta(seconds=200)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=patience)
+    result = function(rank, *arguments)
+    dist.barrier()
+    dist.destroy_process_group()
+    return result
+
+
+def start_ranks(
+    world: int, function: Callable[..., Any], *arguments: Any, seconds: float = 250.0
+) -> list[tuple[Any, str | None]]:
+    """[(function(rank, world, *arguments), or the traceback of its error)], in the environment of torchrun."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["parallel.preload"])  # import torch once for all
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pipes, processes = [], []
+    for rank in range(world):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_rank, args=(rank, world, port, theirs, function, arguments), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        return [_receive(pipe, seconds) for pipe in pipes]
+    finally:
+        for process in processes:
+            process.join(2.0)
+            process.kill()
+
+
+def _receive(pipe: Any, seconds: float) -> tuple[Any, str | None]:
     if not pipe.poll(seconds):
         return None, f"no answer after {seconds} seconds"
     try:
-        return pipe.recv()
+        result, error = pipe.recv()
     except EOFError:
         return None, "ended without an answer"
+    return None if error else torch.load(io.BytesIO(result), weights_only=False), error
 
 
-def _rank(
-    rank: int, world: int, store: str, pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> None:
+def _rank(rank: int, world: int, port: int, pipe: Any, function: Callable[..., Any], arguments: tuple) -> None:
     torch.set_num_threads(1)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
+    os.environ |= dict(zip(names, map(str, (rank, rank, world, port)), strict=True)) | {"MASTER_ADDR": "127.0.0.1"}
     try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
-        )
-        result = io.BytesIO()
-        torch.save(function(rank, *arguments), result)  # as bytes: tensors in shared memory would end with this process
+        result = io.BytesIO()  # as bytes: tensors in shared memory would end with this process
+        torch.save(function(rank, world, *arguments), result)
         pipe.send((result.getvalue(), None))
-        dist.barrier()
-        dist.destroy_process_group()
     except BaseException:
         pipe.send((None, traceback.format_exc()))

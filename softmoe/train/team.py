@@ -1,0 +1,170 @@
+"""The processes of a run: one, or those that torchrun started. Rank 0 leads: it alone writes and speaks."""
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from signal import Signals
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from softmoe.models import VisionTransformer, ViTConfig
+from softmoe.train.config import ParallelSection, TrainConfig
+from softmoe.train.optim import clip_by_global_norm
+
+LOST = ("gloo", "timed out", "timeout", "connection closed", "connection reset", "nccl")
+
+
+class LostOthers(OSError):
+    """Another process ended, or did not come to where all meet."""
+
+
+@dataclass
+class Team:
+    """This process among the others. The default is one process alone."""
+
+    rank: int = 0
+    world: int = 1
+    mesh: Any = None
+    group: Any = None
+    """For small talk on the CPU, and for saves in the background: their own groups, not the one that trains."""
+    saving: Any = None
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def place(self) -> int | None:
+        """Which process of its machine this is."""
+        return int(os.environ.get("LOCAL_RANK", self.rank)) if self.world > 1 else None
+
+    @property
+    def stream(self) -> TextIO | None:
+        """Where progress goes; None is the usual place."""
+        return None if self.leads else open(os.devnull, "w")  # as long as the process
+
+    @property
+    def seed(self) -> tuple[int, ...]:
+        """What a process adds to the seed of a step, so that no two draw the same noise."""
+        return (self.rank,) if self.world > 1 else ()
+
+    def check(self, config: TrainConfig, shape: ViTConfig) -> None:
+        """ValueError, before anything is built, for settings that these processes cannot share."""
+        if self.world == 1:
+            return
+        from softmoe import parallel
+
+        images = config.data.batch_size // self.world
+        if images % config.accumulate:
+            raise ValueError(f"accumulate must divide the {images} images of a process, got {config.accumulate}")
+        if config.compile:
+            raise ValueError("compile is for one process: set it to False, or train without torchrun")
+        parallel.check_groups(shape, images // config.accumulate)
+        if shape.moe and shape.moe_blocks and self.mesh.sizes.expert > 1:
+            parallel.check_experts(shape.moe.num_experts, shape.width, shape.mlp_dim, self.mesh.sizes)
+
+    def spread(self, model: VisionTransformer) -> VisionTransformer:
+        if self.world == 1:
+            return model
+        from softmoe import parallel
+
+        return parallel.apply(model, self.mesh)
+
+    def clip(self, gradients: list[Tensor], max_norm: float | None) -> Tensor:
+        """By the norm of the whole gradient, wherever its parts are."""
+        if self.world == 1:
+            return clip_by_global_norm(gradients, max_norm)
+        from softmoe import parallel
+
+        return parallel.clip_by_global_norm(gradients, max_norm)
+
+    def mean(self, values: Tensor) -> Tensor:
+        if self.world == 1:
+            return values
+        dist.all_reduce(values)
+        return values / self.world
+
+    def agree(self, signal: Signals | None) -> Signals | None:
+        """The same answer everywhere, so that all stop after the same step."""
+        if self.world == 1:
+            return signal
+        number = torch.tensor([0 if signal is None else int(signal)])
+        dist.all_reduce(number, dist.ReduceOp.MAX, group=self.group)
+        return Signals(int(number)) if int(number) else None
+
+    def wait(self) -> None:
+        if self.world > 1:
+            dist.barrier(self.group)
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every process has, in the order of ranks."""
+        if self.world == 1:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+
+def roll_call(rank: int, world: int, seconds: float) -> list[int]:
+    """Who of the ranks that wait for each other is not there. Asked of the store, which works when all else is broken;
+    nobody is named if it does not."""
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    names = [f"softmoe/{start}/lost/{other}" for other in range(world)]
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(names[rank], "here")
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not store.check(names):
+            time.sleep(0.1)
+        return [other for other, name in enumerate(names) if not store.check([name])]
+    except (RuntimeError, ValueError):
+        return []
+
+
+@contextmanager
+def joined(config: ParallelSection, device: str = "auto") -> Iterator[Team]:
+    """Meet the other processes, if torchrun started any; leave them at the end."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        if config.expert * config.shard > 1:
+            processes = max(config.expert, config.shard)
+            raise ValueError(
+                f"parallel.expert {config.expert} and parallel.shard {config.shard} need at least {processes} "
+                f"processes, and there is one: torchrun --nproc-per-node {processes} -m softmoe train ..."
+            )
+        yield Team()
+        return
+    from softmoe import parallel
+
+    cuda = torch.cuda.is_available() and device in ("auto", "cuda")
+    parallel.Sizes(world, config.expert, config.shard).check()
+    patience = timedelta(seconds=config.timeout)
+    rank, host = int(os.environ["RANK"]), socket.gethostname()
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=patience)
+        if cuda:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        mesh = parallel.make_mesh(config.expert, config.shard, "cuda" if cuda else "cpu")
+        groups: list[Any] = [dist.new_group(backend="gloo", timeout=patience) for _ in range(2)]
+        yield Team(rank, world, mesh, *groups)
+        dist.barrier(groups[0])
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not any(word in str(error).lower() for word in LOST):
+            raise
+        missing = roll_call(rank, world, min(5.0, config.timeout))
+        lost = f"rank {', '.join(map(str, missing))}, which" if missing else "another, which"
+        raise LostOthers(
+            f"rank {rank} of {world} on {host} lost {lost} ended or did not come within {config.timeout:g} s "
+            f"(parallel.timeout): {str(error).strip().splitlines()[0]}. The same command continues from the last "
+            "checkpoint"
+        ) from error
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

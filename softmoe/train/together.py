@@ -1,0 +1,119 @@
+"""What the processes of a run do together besides training: evaluate, resume, export."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from softmoe.data import Batch
+from softmoe.models.pretrained import save_tensors
+from softmoe.models.saved import Preprocessing
+from softmoe.train.evaluation import Evaluator
+from softmoe.train.parts import Data
+from softmoe.train.run import Run
+from softmoe.train.team import Team
+
+
+def evaluate_share(evaluator: Evaluator, model: nn.Module, data: Data, team: Team) -> dict[str, float]:
+    """The evaluator's numbers, of all validation images. On many ranks each evaluates its share, and the numbers are
+    the means of the ranks', weighted by images: exact for everything that is a mean over images."""
+    if team.world == 1:
+        return evaluator(model, data.validation())
+    steady = Steady(model, data.eval_share)
+    batches = Counted(data.validation())
+    first = next((batch for batch in batches if len(batch.images)), None)
+    found = {} if first is None else evaluator(steady, itertools.chain([first], batches))
+    for _ in batches:  # what the evaluator left
+        pass
+    height, width = data.config.data.transform.size
+    while steady.passes < batches.count:  # a rank without images still does its part in the others' passes
+        steady(torch.zeros(0, 3, height, width, device=next(model.parameters()).device))
+    shares = team.gather((found, batches.images))
+    images = sum(count for _, count in shares)
+    if not images:
+        raise ValueError("there is nothing to evaluate on: the validation data has no readable image")
+    names = next(numbers for numbers, _ in shares if numbers)
+    return {name: sum(numbers.get(name, 0.0) * count for numbers, count in shares) / images for name in names}
+
+
+class Steady(nn.Module):
+    """The model, given the same number of images in every pass: on all ranks the experts see equal slots."""
+
+    def __init__(self, model: nn.Module, rows: int):
+        super().__init__()
+        self.model, self.rows, self.passes = model, rows, 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.passes += 1
+        missing = images.new_zeros(self.rows - images.shape[0], *images.shape[1:])
+        return self.model(torch.cat([images, missing]))[: images.shape[0]]
+
+
+class Counted:
+    """Batches, and how many of them and of their images went by."""
+
+    def __init__(self, batches: Iterable[Batch]):
+        self.count = self.images = 0
+        self._batches = iter(batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = next(self._batches)
+        self.count += 1
+        self.images += len(batch.images)
+        return batch
+
+
+def read_shares(run: Run, step: int) -> None:
+    """Load this process's parts of a checkpoint, written by any number of processes."""
+    from softmoe.parallel import state
+
+    folder = run.store.path(step)
+    state.read_parts(place(folder, "model"), run.model.state_dict(), run.team.group)
+    if run.average is not None:
+        state.read_parts(place(folder, "ema"), run.average.model.state_dict(), run.team.group)
+    parameters = {
+        name: parameter
+        for group in run.optimizer.param_groups
+        for name, parameter in zip(group["names"], group["params"], strict=True)
+    }
+    moments = place(folder, "optimizer")
+    targets = state.optimizer_targets(state.specs(moments), parameters)
+    state.read_parts(moments, targets, run.team.group)
+    for key, value in targets.items():
+        name, _, part = key.rpartition("/")
+        run.optimizer.state[parameters[name]][part] = value
+
+
+def place(checkpoint: Path, name: str) -> Path:
+    """Parts of many processes in a folder, or one file."""
+    return checkpoint / name if (checkpoint / name).is_dir() else checkpoint / f"{name}.safetensors"
+
+
+def export_whole(run: Run) -> None:
+    """The best (else the last) checkpoint as a saved model in the run's folder, by the leader, tensor by tensor."""
+    run.store.wait()
+    if not run.team.leads:
+        return
+    from softmoe.parallel import state
+
+    links = (run.folder.checkpoints / name for name in ("best", "last"))
+    checkpoint = next((link for link in links if link.exists()), None)
+    if checkpoint is None:
+        return
+    weights = place(checkpoint, "model")
+    found = state.specs(weights)
+    classes = run.data.train.classes
+    save_tensors(
+        run.model.config,
+        found,
+        lambda name: state.read_whole(weights, name, found[name]),
+        run.folder.path / "model",
+        preprocessing=Preprocessing.of(run.config.data.transform),
+        classes=classes if len(classes) == run.model.config.num_classes else None,
+        provenance={"run": run.config.run_name, "checkpoint": checkpoint.resolve().name},
+    )

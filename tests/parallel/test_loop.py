@@ -1,0 +1,123 @@
+"""The training loop on many ranks: equal to one process, and nothing lost whatever happens to a rank."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from parallel.ranks import start_ranks
+from parallel.trouble import make_config, train_rank
+
+from softmoe.models.pretrained import from_pretrained
+from softmoe.train import ParallelSection, train
+from softmoe.train.checkpoint import read_checkpoint
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def ended(results: list) -> list[dict]:
+    for rank, (_, error) in enumerate(results):
+        assert error is None, f"rank {rank}:\n{error}"
+    return [value for value, _ in results]
+
+
+def tensors(folder: Path, step: int = 4) -> dict[str, torch.Tensor]:
+    snapshot = read_checkpoint(folder / "checkpoints" / f"step_{step:08d}")
+    return {f"{file}/{name}": value for file, values in snapshot.tensors.items() for name, value in values.items()}
+
+
+def assert_same_run(ours: Path, theirs: Path) -> None:
+    """To rounding: weights, average, moments, and every number in the metrics."""
+    mine, reference = tensors(ours), tensors(theirs)
+    assert mine.keys() == reference.keys()
+    for name, value in reference.items():
+        torch.testing.assert_close(mine[name], value, rtol=1e-3, atol=1e-5)
+    for a, b in zip(metrics(ours), metrics(theirs), strict=True):
+        for key in ("step", "loss", "grad_norm", "val/top1", "val/loss", "images", "flops"):
+            assert a.get(key, 0) == pytest.approx(b.get(key, 0), rel=1e-5), key
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Path:
+    """The run of one process."""
+    torch.set_num_threads(1)
+    return train(make_config(tmp_path_factory.mktemp("alone"))).folder.path
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> Path:
+    """The run of two processes that nothing happened to."""
+    config = make_config(tmp_path_factory.mktemp("pair"), expert=2, shard=2)
+    results = ended(start_ranks(2, train_rank, config))
+    assert results[0] == results[1]
+    return Path(config.runs) / config.run_name
+
+
+def test_two_processes_train_as_one(pair, alone):
+    """Average, accumulation, clipping, evaluation with an empty last share: the same run, to rounding."""
+    assert_same_run(pair, alone)
+
+
+def test_export(pair):
+    """At the end the run's folder holds a saved model that needs no second process."""
+    best = json.loads((pair / "eval.json").read_text())["best"]["step"]
+    model, expected = from_pretrained(pair).state_dict(), tensors(pair, best)
+    assert all(torch.equal(value, expected[f"model/{name}"]) for name, value in model.items())
+
+
+def test_the_number_of_processes_may_change(alone, tmp_path):
+    """Two steps on two processes, one alone, one more on two others: the run of one process."""
+    config = make_config(tmp_path, steps=2, expert=2)
+    ended(start_ranks(2, train_rank, config))
+    train(replace(config, steps=3, parallel=ParallelSection()))
+    ended(start_ranks(2, train_rank, replace(config, steps=4, parallel=ParallelSection(shard=2))))
+    mine, reference = tensors(tmp_path / "run"), tensors(alone)
+    for name, value in reference.items():
+        torch.testing.assert_close(mine[name], value, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("trouble", ["kill", "kill while saving"])
+def test_a_killed_rank(trouble, pair, tmp_path):
+    """The others end and say why; the same command continues from the last whole checkpoint, to the same bits."""
+    config = make_config(tmp_path, expert=2, shard=2, timeout=30.0)
+    (_, error), (_, silence) = start_ranks(2, train_rank, config, trouble)
+    assert silence == "ended without an answer"
+    assert "LostOthers: rank 0 of 2 on" in error
+    assert "lost rank 1, which ended or did not come within 30 s (parallel.timeout)" in error
+    assert "The same command continues from the last checkpoint" in error
+    assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").glob("step_*"))] == ["step_00000002"]
+    ended(start_ranks(2, train_rank, config))
+    mine, reference = tensors(tmp_path / "run"), tensors(pair)
+    assert all(torch.equal(mine[name], value) for name, value in reference.items())
+    assert not list((tmp_path / "run" / "checkpoints").glob(".partial*"))
+
+
+def test_a_rank_that_hangs(tmp_path):
+    """Waiting ends after parallel.timeout, with a message that names the rank."""
+    config = make_config(tmp_path, expert=2, timeout=3.0)
+    _, error = start_ranks(2, train_rank, config, "hang")[0]
+    assert "lost rank 1, which ended or did not come within 3 s (parallel.timeout)" in error
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path, pair):
+    """Both save and end; the run then continues to the same bits."""
+    config = make_config(tmp_path, expert=2, shard=2)
+    results = ended(start_ranks(2, train_rank, config, "stop"))
+    assert [(result["step"], result["signal"]) for result in results] == [(3, 15), (3, 15)]
+    ended(start_ranks(2, train_rank, config))
+    mine, reference = tensors(tmp_path / "run"), tensors(pair)
+    assert all(torch.equal(mine[name], value) for name, value in reference.items())
+
+
+def test_refused_before_training(tmp_path, monkeypatch):
+    """One process for two owners, and batches that cannot be shared: one sentence, and no run folder's config."""
+    with pytest.raises(ValueError, match="need at least 2 processes, and there is one: torchrun --nproc-per-node 2"):
+        train(make_config(tmp_path, expert=2))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match=r"parallel\.expert must divide the number of processes: got 3 for 4"):
+        train(make_config(tmp_path, expert=3))
+    assert not (tmp_path / "run" / "config.json").exists()
