@@ -24,7 +24,7 @@ from softmoe.inspection.collect import Inspection
 from softmoe.inspection.samples import FINEST, Sample, Steps, Table, Weights
 from softmoe.inspection.tables import NOTES, header, layer_lines
 
-BUDGET = 4_200_000  # bytes for the weights; as fine as fits, so that the page stays below 5 MB
+PAGE = 4_700_000  # bytes for weights, pictures and figures; weights are as fine as fits, so a page stays below 5 MB
 LEVELS = (FINEST, 127, 63, 31, 15)
 THUMBNAIL = 256
 
@@ -49,7 +49,7 @@ def write_page(
         script=Markup(script),
         script_hash=Markup(f"sha256-{digest}"),
         style=Markup(style),
-        data=Markup(safe_json(page_data(models))),
+        data=Markup(safe_json(page_data(models, spent=sum(4 * len(png) // 3 for part in figures for _, png in part)))),
         tables=[{"name": m.name, "header": header(m), "lines": layer_lines(m)} for m in models],
         notes=NOTES,
         figures=[
@@ -63,42 +63,39 @@ def write_page(
     return path
 
 
-def page_data(models: Sequence[Inspection]) -> dict[str, Any]:
-    """What the script works on. Pictures that two models share are kept once."""
+def page_data(models: Sequence[Inspection], spent: int = 0) -> dict[str, Any]:
+    """What the script works on. Pictures that two models share are kept once. `spent` is what figures take."""
     pictures: dict[str, int] = {}
-    packed = pack_all(models)
+    shown = [[pictures.setdefault(thumbnail(s), len(pictures)) for s in model.samples] for model in models]
+    packed = pack_all(models, PAGE - spent - sum(map(len, pictures)))
     return {
-        "models": [
-            {
-                "name": model.name,
-                "images": [
-                    {
-                        "picture": pictures.setdefault(thumbnail(sample), len(pictures)),
-                        "caption": sample.caption,
-                        "prediction": sample.prediction,
-                        "grid": sample.grid,
-                    }
-                    for sample in model.samples
-                ],
-                "layers": [
-                    {
-                        "label": f"{short(name)}: {layer['router']}",
-                        "soft": layer["kind"] == "dense",
-                        "tokens": layer["tokens"],
-                        "slots": layer["experts"] * layer["slots_per_expert"],
-                        "slots_per_expert": layer["slots_per_expert"],
-                        "blocks": [blocks[name] for blocks in packed[i]],
-                    }
-                    for name, layer in model.layers.items()
-                ],
-            }
-            for i, model in enumerate(models)
-        ],
+        "models": [model_data(*one) for one in zip(models, shown, packed, strict=True)],
         "pictures": list(pictures),
     }
 
 
-def pack_all(models: Sequence[Inspection]) -> list[list[dict[str, Any]]]:
+def model_data(model: Inspection, pictures: list[int], packed: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "name": model.name,
+        "images": [
+            {"picture": picture, "caption": s.caption, "prediction": s.prediction, "grid": s.grid}
+            for s, picture in zip(model.samples, pictures, strict=True)
+        ],
+        "layers": [
+            {
+                "label": f"{short(name)}: {layer['router']}",
+                "soft": layer["kind"] == "dense",
+                "tokens": layer["tokens"],
+                "slots": layer["experts"] * layer["slots_per_expert"],
+                "slots_per_expert": layer["slots_per_expert"],
+                "blocks": [blocks[name] for blocks in packed],
+            }
+            for name, layer in model.layers.items()
+        ],
+    }
+
+
+def pack_all(models: Sequence[Inspection], budget: int) -> list[list[dict[str, Any]]]:
     """The weights of all samples of all models, in the finest steps that fit the budget, or else the coarsest."""
     packed: list[list[dict[str, Any]]] = []
     for levels in LEVELS:
@@ -106,15 +103,8 @@ def pack_all(models: Sequence[Inspection]) -> list[list[dict[str, Any]]]:
             [{name: pack_weights(w.coarser(levels)) for name, w in sample.weights.items()} for sample in model.samples]
             for model in models
         ]
-        size = sum(
-            len(table["bytes"])
-            for model in packed
-            for sample in model
-            for block in sample.values()
-            for table in block.values()
-            if table
-        )
-        if size <= BUDGET:
+        blocks = [block for model in packed for sample in model for block in sample.values()]
+        if sum(len(table["bytes"]) for block in blocks for table in block.values() if table) <= budget:
             break
     return packed
 

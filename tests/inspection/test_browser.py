@@ -114,7 +114,7 @@ def open_page(path, tmp_path, width=1200) -> str:
 @pytest.fixture(scope="module")
 def models():
     torch.manual_seed(0)
-    return tiny_model(slots_per_expert=2), tiny_model("tokens_choice", capacity_factor=0.5)
+    return tiny_model(slots_per_expert=2, pool="class"), tiny_model("tokens_choice", capacity_factor=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +198,7 @@ def test_names_for_everyone(played):
 def test_the_shown_weights_are_the_models(played, models):
     """The slots that feed a patch, with their weights, are the layer's combine weights."""
     routing = routing_of(models[0], "encoder.blocks.2.mlp")
-    combine = routing.combine_weights[0, 1 * 4 + 2].flatten().numpy()
+    combine = routing.combine_weights[0, 1 + 1 * 4 + 2].flatten().numpy()  # a class token comes first
     for line in played["feeds"]:
         slot, share = split(line)
         assert share == pytest.approx(100 * combine[slot], rel=0.08, abs=0.01)
