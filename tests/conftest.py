@@ -1,5 +1,6 @@
 """Settings shared by all tests: reproducible draws, one thread, property tests without a clock."""
 
+import signal
 import sys
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that any test may `import oracle`
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite started in the background inherits it ignored
 
 settings.register_profile(
     "softmoe",
