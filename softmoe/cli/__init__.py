@@ -12,6 +12,7 @@ COMMANDS = {
     "fewshot": "how well a few examples of each class tell the classes apart",
     "finetune": "train a saved model on other classes, at any image size",
     "inspect": "what the routers of a model do, as figures and as a page",
+    "plan": "memory, traffic and step time on many devices, before any hardware exists",
     "predict": "the likeliest classes of images in files",
     "quickstart": "train a small Soft MoE and its dense twin, and compare them",
     "report": "one page for one or several runs",

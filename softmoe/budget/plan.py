@@ -1,0 +1,282 @@
+"""A training run on many devices, before there are any: bytes per device, bytes on the wire, time of a step.
+
+Letters: W devices, E of them own the experts together, S keep the other weights together (softmoe.parallel has the
+picture); B images per device, N experts, D width.
+
+Weights, gradients, optimizer state and what is sent are exact: softmoe.parallel.dry_run counts the same in a trace of
+the real step. Activations are those of `memory`, buffers those of FSDP, and together they come within a tenth of the
+trace (with recomputation they may be a quarter above it). The time is a roofline, whose assumptions are in `Hardware`
+and `step_seconds`.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+
+from softmoe.budget.count import Cost, cost
+from softmoe.budget.memory import OPTIMIZER_STATES, activation_memory
+from softmoe.budget.parts import attention_params, mlp_params
+from softmoe.budget.shapes import checked, routed
+from softmoe.models import ViTConfig
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One device and its links. Rates per second, of one device and one direction."""
+
+    name: str
+    memory: float
+    flops: float
+    """Peak of dense products in bfloat16."""
+    memory_rate: float
+    inside: float
+    """Bytes to the devices of the same node."""
+    between: float = 25e9
+    """Bytes to other nodes; 25e9 is 200 Gbit/s for each device."""
+    node: int = 8
+    share: float = 0.4
+    """Of the peak that real steps reach."""
+
+
+DEVICES = {
+    "a100-40": Hardware("a100-40", 40e9, 312e12, 1.55e12, 300e9),
+    "a100-80": Hardware("a100-80", 80e9, 312e12, 2.0e12, 300e9),
+    "h100": Hardware("h100", 80e9, 989e12, 3.35e12, 450e9, 50e9),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh, as numbers."""
+
+    devices: int
+    expert: int = 1
+    shard: int = 1
+
+    @property
+    def pieces(self) -> int:
+        """In how many pieces each expert is cut."""
+        return max(1, self.shard // self.expert)
+
+    @property
+    def copies(self) -> int:
+        return self.devices // (self.expert * self.pieces)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the model is trained."""
+
+    batch: int
+    """Images per step, on all devices together."""
+    weight_bytes: int = 4
+    activation_bytes: int = 2
+    optimizer: str = "adamw"
+    checkpointing: bool = False
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes on one device."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    buffers: int
+    """Gathered weights, gradients on their way, slots that are exchanged."""
+
+    peak: int
+    """Of all together. Gradients come as activations go, so that only the larger of the two counts; but with
+    recomputation, where activations come back for a while, both."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one device puts through each kind of collective in a step: the size of its larger side."""
+
+    all_to_all: int
+    gather: int
+    reduce: int
+
+
+@cache
+def price(config: ViTConfig) -> Cost:
+    """Asked for many layouts of the same model."""
+    return cost(config)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One layout of one model."""
+
+    config: ViTConfig
+    layout: Layout
+    settings: Settings
+
+    @property
+    def images(self) -> int:
+        return self.settings.batch // self.layout.devices
+
+    @cached_property
+    def expert_params(self) -> int:
+        """Of all experts of all layers."""
+        return price(self.config).parts["experts"].params if self.layout.expert > 1 else 0
+
+    @cached_property
+    def other_params(self) -> int:
+        return price(self.config).params - self.expert_params
+
+    @property
+    def params(self) -> int:
+        """On one device."""
+        return self.other_params // self.layout.shard + self.expert_params // (self.layout.expert * self.layout.pieces)
+
+    def memory(self) -> DeviceMemory:
+        s = self.settings
+        weights = self.params * s.weight_bytes
+        activations = activation_memory(self.config, self.images, s.activation_bytes, s.checkpointing)
+        if s.activation_bytes < s.weight_bytes:  # autocast keeps its copies of the weights for the backward pass
+            used = (
+                self._block_params()
+                if s.checkpointing
+                else self.other_params + self.expert_params // self.layout.expert
+            )
+            activations += used * s.activation_bytes
+        moments, buffers = OPTIMIZER_STATES[s.optimizer] * weights, self.buffers()
+        changing = weights + activations if s.checkpointing else max(weights, activations)
+        return DeviceMemory(weights, weights, moments, activations, buffers, weights + moments + buffers + changing)
+
+    def buffers(self) -> int:
+        """What FSDP has gathered: all that is outside the blocks, as it arrives and as it is used; or that, and a block
+        as it arrives, as it is used and as a gradient. And the slots on their way, twice."""
+        if self.layout.devices == 1:
+            return 0
+        block, outside = self._block_params(), self.other_params - self._all_blocks_params()
+        gathered = max(2 * outside, outside + 3 * block)
+        return gathered * self.settings.weight_bytes + 2 * self.exchanged()
+
+    def _block_params(self) -> int:
+        """Of the largest block, as far as it is gathered."""
+        D, moe = self.config.width, routed(self.config)
+        attention = attention_params(self.config) + 4 * D
+        dense = attention + mlp_params(D, self.config.mlp_dim)
+        if moe is None:
+            return dense
+        experts = moe.experts * mlp_params(D, self.config.mlp_dim)
+        mine = 0 if self.layout.devices == self.layout.expert else experts // self.layout.expert
+        router = price(self.config).parts["routing"].params // moe.layers
+        return max(attention + router + mine, dense if moe.layers < self.config.depth else 0)
+
+    def _all_blocks_params(self) -> int:
+        parts = price(self.config).parts
+        experts = 0 if self.layout.expert > 1 else parts["experts"].params
+        norms = 4 * self.config.width * self.config.depth
+        return parts["attention"].params + parts["mlp"].params + parts["routing"].params + experts + norms
+
+    def exchanged(self) -> int:
+        """Bytes of the slots of one layer."""
+        moe = routed(self.config)
+        if moe is None or self.layout.expert == 1:
+            return 0
+        return round(self.images * moe.rows) * self.config.width * self.settings.activation_bytes
+
+    def kept(self) -> tuple[tuple[int, int, int, int], ...]:
+        """Of the rest and of the experts: parameters that a rank uses, parts, copies, ranks that the parts span."""
+        L = self.layout
+        rest = (self.other_params, L.shard, L.devices // L.shard, L.shard)
+        return rest, (self.expert_params // L.expert, L.pieces, L.copies, L.expert * L.pieces)
+
+    def traffic(self) -> Traffic:
+        moe, item = routed(self.config), self.settings.weight_bytes
+        layers = moe.layers if moe else 0
+        passes = 6 if self.settings.checkpointing else 4  # there and back, forward and backward (and forward again)
+        gather = reduce = 0
+        for params, cut, copies, _ in self.kept():
+            gather += 2 * params * item if cut > 1 else 0  # for the forward and again for the backward pass
+            reduce += params * item if cut > 1 else 0
+            reduce += params // cut * item if copies > 1 else 0
+        return Traffic(layers * passes * self.exchanged(), gather, reduce)
+
+    def step_seconds(self, hardware: Hardware) -> dict[str, float]:
+        """By kind. Products at a share of the peak; the optimizer reads and writes its numbers once; all-to-alls hide
+        behind nothing; gathers and reductions hide behind the products where those are longer."""
+        h, L, t, whole = hardware, self.layout, self.traffic(), price(self.config)
+        flops = whole.train_flops + (whole.forward_flops if self.settings.checkpointing else 0)
+        products = self.images * flops / (h.share * h.flops)
+        states = 3 + 2 * (1 + OPTIMIZER_STATES[self.settings.optimizer])
+        update = states * self.params * self.settings.weight_bytes / h.memory_rate
+        exchange = t.all_to_all * (L.expert - 1) / L.expert / rate(h, L.expert)
+        moved = 0.0
+        for params, cut, copies, span in self.kept():
+            size = params * self.settings.weight_bytes
+            moved += 3 * size * (cut - 1) / cut / rate(h, span)  # gathered twice, scattered once
+            moved += 2 * size / cut * (copies - 1) / copies / rate(h, L.devices)
+        return {"products": products, "exchange": exchange, "other links": moved, "update": update}
+
+    def seconds(self, hardware: Hardware) -> float:
+        kinds = self.step_seconds(hardware)
+        return max(kinds["products"], kinds["other links"]) + kinds["exchange"] + kinds["update"]
+
+    def efficiency(self, hardware: Hardware) -> float:
+        """Time of the products alone over that of the whole step."""
+        return self.step_seconds(hardware)["products"] / self.seconds(hardware)
+
+
+def rate(hardware: Hardware, ranks: int) -> float:
+    """Bytes per second among so many consecutive devices: of the node's links while they are in one node."""
+    return hardware.inside if ranks <= hardware.node else hardware.between
+
+
+def layouts(config: ViTConfig, devices: int) -> list[Layout]:
+    """Every mesh on which softmoe.parallel can put the model."""
+    moe, D, H = routed(config), config.width, config.mlp_dim
+    found = []
+    for expert in divisors(devices):
+        if expert > 1 and (moe is None or moe.experts % expert):
+            continue
+        for shard in divisors(devices):
+            layout = Layout(devices, expert, shard)
+            nested = shard % expert == 0 or expert % shard == 0
+            if nested and (expert == 1 or (D % layout.pieces == 0 and H % layout.pieces == 0)):
+                found.append(layout)
+    return found
+
+
+def plans(config: ViTConfig, devices: int, settings: Settings) -> list[Plan]:
+    """All layouts, without and with checkpointing of activations."""
+    config = checked(config)
+    if devices < 1:
+        raise ValueError(f"devices must be at least 1, got {devices}")
+    if settings.batch < devices or settings.batch % devices:
+        raise ValueError(f"a batch of {settings.batch} images cannot be shared evenly by {devices} devices")
+    return [
+        Plan(config, layout, replace(settings, checkpointing=again))
+        for layout in layouts(config, devices)
+        for again in (False, True)
+    ]
+
+
+def best_plan(candidates: list[Plan], hardware: Hardware) -> Plan | None:
+    """The fastest that fits; of equally fast ones the smallest."""
+    fitting = [plan for plan in candidates if plan.memory().peak <= hardware.memory]
+    return min(fitting, key=lambda plan: (plan.seconds(hardware), plan.memory().peak), default=None)
+
+
+def most_experts(config: ViTConfig, devices: int, settings: Settings, hardware: Hardware) -> int | None:
+    """The largest number of experts that fits, in powers of two times the devices' divisors; slots stay as they are in
+    all (fewer per expert). None without experts, 0 if none fits."""
+    if config.moe is None:
+        return None
+    largest, N = 0, 1
+    while N <= 1 << 16:
+        more = replace(config, moe=replace(config.moe, num_experts=N, slots_per_expert=1))
+        if best_plan(plans(more, devices, settings), hardware) is not None:
+            largest = N
+        elif largest:
+            break
+        N *= 2
+    return largest
+
+
+def divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
