@@ -10,9 +10,11 @@ own the same experts; so there may be more ranks than experts, and memory still 
 """
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,21 @@ class Mesh:
     """(replicate, shard)"""
 
     @property
-    def rank(self) -> int:
-        return dist.get_rank()
+    def owners(self) -> DeviceMesh:
+        """The ranks that own the same experts: copies of pieces, or pieces only."""
+        return self.experts["copies", "pieces"] if self.sizes.copies > 1 else self.experts["pieces"]
+
+    @property
+    def others(self) -> DeviceMesh:
+        """What FSDP gets for the rest: copies of shards, or shards only."""
+        return self.rest if self.sizes.world > self.sizes.shard else self.rest["shard"]
 
 
-def make_mesh(expert: int = 1, shard: int = 1, device_type: str = "cpu") -> Mesh:
-    """Arrange all ranks of the process group, which must be there. Every rank calls this, with the same numbers."""
+def make_mesh(expert: int = 1, shard: int = 1, device_type: str = "cpu", *, timeout: timedelta | None = None) -> Mesh:
+    """Arrange all ranks of the process group, which must be there. Every rank calls this, with the same numbers.
+
+    `timeout` is how long a rank waits for the others in any exchange on the mesh; None is torch's half an hour.
+    """
     if not dist.is_initialized():
         raise ValueError("there is no process group: start with torchrun, or call torch.distributed.init_process_group")
     sizes = Sizes(dist.get_world_size(), expert, shard)
@@ -70,6 +81,9 @@ def make_mesh(expert: int = 1, shard: int = 1, device_type: str = "cpu") -> Mesh
         device_type, (sizes.copies, sizes.pieces, expert), mesh_dim_names=("copies", "pieces", "expert")
     )
     rest = init_device_mesh(device_type, (sizes.world // shard, shard), mesh_dim_names=("replicate", "shard"))
+    if timeout is not None:
+        for group in (*experts.get_all_groups(), *rest.get_all_groups()):
+            _set_pg_timeout(timeout, group)
     return Mesh(sizes, experts, rest)
 
 

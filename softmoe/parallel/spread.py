@@ -1,6 +1,7 @@
 """Put parallelism on a model from outside. The model's code, and the names of its parameters, stay as they are."""
 
-from typing import cast
+import warnings
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -26,22 +27,36 @@ def apply(model: VisionTransformer, mesh: Mesh) -> VisionTransformer:
     sizes = mesh.sizes
     if sizes.world == 1:
         return model
+    # The experts' output is a view; nobody writes into it.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPOwnedExperts\) returned a view tensor")
     owned: set[nn.Parameter] = set()
     if sizes.expert > 1:
         for layer in moe_layers(model):
             layer.experts = OwnedExperts(cast(Experts, layer.experts), mesh.experts["expert"])
             if sizes.world > sizes.expert:  # several owners of the same experts: cut the second axis, or keep copies
-                fully_shard(layer.experts, mesh=mesh.experts["copies", "pieces"], shard_placement_fn=lambda _: Shard(1))
+                fully_shard(layer.experts, mesh=mesh.owners, shard_placement_fn=lambda _: Shard(1))
             else:
                 owned |= set(layer.experts.parameters())
     scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
     for scalar in scalars:  # FSDP takes none: every rank keeps them
         if scalar.requires_grad:
             scalar.register_post_accumulate_grad_hook(_average_gradient)
+    options: dict[str, Any] = {
+        "mesh": mesh.others,
+        "ignored_params": owned | scalars,
+        "shard_placement_fn": lambda parameter: Shard(even_axis(parameter, sizes.shard)),
+        "reshard_after_forward": True,  # also of the outermost: an average is only looked at, and must see new weights
+    }
     for block in model.encoder.blocks:
-        fully_shard(block, mesh=mesh.rest, ignored_params=owned | scalars)
-    fully_shard(model, mesh=mesh.rest, ignored_params=owned | scalars, reshard_after_forward=True)  # see new weights
+        fully_shard(block, **options)
+    fully_shard(model, **options)
     return model
+
+
+def even_axis(parameter: Tensor, parts: int) -> int:
+    """The first axis that can be cut evenly. Else 0, which is padded: a position table (1, M, D) cut there on 256 ranks
+    would be gathered as 256 tables."""
+    return next((axis for axis, size in enumerate(parameter.shape) if size % parts == 0), 0)
 
 
 def _average_gradient(parameter: Tensor) -> None:

@@ -23,7 +23,7 @@ from softmoe.train.signals import StopRequest
 from softmoe.train.sinks import make_sinks
 from softmoe.train.step import train_step
 from softmoe.train.team import joined
-from softmoe.train.together import export_whole, read_shares
+from softmoe.train.together import read_shares
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,6 @@ def train(
             save(run)
         if run.data.loader.broken:
             run.progress.report(f"{len(run.data.loader.broken)} images could not be read and were replaced by others")
-        if team.world > 1 and stop.signal is None:
-            export_whole(run)
     return Result(folder, run.done.step, run.numbers, None if stop.signal is None else int(stop.signal), team.rank)
 
 

@@ -13,6 +13,8 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from softmoe.models import VisionTransformer, ViTConfig
 from softmoe.train.config import ParallelSection, TrainConfig
@@ -112,11 +114,17 @@ class Team:
         return values
 
 
+def fresh_store(patience: timedelta) -> Store:
+    """torchrun's store, but a part of it that this start has for itself: after a restart the addresses of the killed
+    processes are still in it, and who is quick would call those."""
+    store, _, _ = next(iter(rendezvous("env://", timeout=patience)))
+    return PrefixStore(f"softmoe/start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
 def roll_call(rank: int, world: int, seconds: float) -> list[int]:
     """Who of the ranks that wait for each other is not there. Asked of the store, which works when all else is broken;
     nobody is named if it does not."""
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    names = [f"softmoe/{start}/lost/{other}" for other in range(world)]
+    names = [f"lost/{other}" for other in range(world)]
     try:
         store = dist.distributed_c10d._get_default_store()
         store.set(names[rank], "here")
@@ -148,10 +156,11 @@ def joined(config: ParallelSection, device: str = "auto") -> Iterator[Team]:
     patience = timedelta(seconds=config.timeout)
     rank, host = int(os.environ["RANK"]), socket.gethostname()
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=patience)
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        dist.init_process_group(backend, store=fresh_store(patience), rank=rank, world_size=world, timeout=patience)
         if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        mesh = parallel.make_mesh(config.expert, config.shard, "cuda" if cuda else "cpu")
+        mesh = parallel.make_mesh(config.expert, config.shard, "cuda" if cuda else "cpu", timeout=patience)
         groups: list[Any] = [dist.new_group(backend="gloo", timeout=patience) for _ in range(2)]
         yield Team(rank, world, mesh, *groups)
         dist.barrier(groups[0])

@@ -1,4 +1,4 @@
-"""What the processes of a run do together besides training: evaluate, resume, export."""
+"""What the processes of a run do together besides training: evaluate and resume."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from softmoe.data import Batch
-from softmoe.models.pretrained import save_tensors
-from softmoe.models.saved import Preprocessing
 from softmoe.train.evaluation import Evaluator
 from softmoe.train.parts import Data
 from softmoe.train.run import Run
@@ -92,28 +90,3 @@ def read_shares(run: Run, step: int) -> None:
 def place(checkpoint: Path, name: str) -> Path:
     """Parts of many processes in a folder, or one file."""
     return checkpoint / name if (checkpoint / name).is_dir() else checkpoint / f"{name}.safetensors"
-
-
-def export_whole(run: Run) -> None:
-    """The best (else the last) checkpoint as a saved model in the run's folder, by the leader, tensor by tensor."""
-    run.store.wait()
-    if not run.team.leads:
-        return
-    from softmoe.parallel import state
-
-    links = (run.folder.checkpoints / name for name in ("best", "last"))
-    checkpoint = next((link for link in links if link.exists()), None)
-    if checkpoint is None:
-        return
-    weights = place(checkpoint, "model")
-    found = state.specs(weights)
-    classes = run.data.train.classes
-    save_tensors(
-        run.model.config,
-        found,
-        lambda name: state.read_whole(weights, name, found[name]),
-        run.folder.path / "model",
-        preprocessing=Preprocessing.of(run.config.data.transform),
-        classes=classes if len(classes) == run.model.config.num_classes else None,
-        provenance={"run": run.config.run_name, "checkpoint": checkpoint.resolve().name},
-    )

@@ -7,6 +7,7 @@ Slots are learned vectors that do not know the number of tokens, so they are kep
 image a Soft MoE costs less than its dense twin.
 """
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from softmoe.convert.files import read_model
 from softmoe.data import open_source
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
 from softmoe.models.embed import LearnedPositions
-from softmoe.models.pretrained import SavedModel, load_saved, open_saved, save_pretrained
+from softmoe.models.pretrained import Preprocessing, SavedModel, load_saved, open_saved, save_pretrained
 from softmoe.models.variants import SIZES
 from softmoe.train.config import ModelSection, TrainConfig
+from softmoe.train.files import read_json
 from softmoe.train.folder import RunFolder
 
 _FUNCTION = ("patch_size", "width", "depth", "mlp_dim", "heads", "pool", "positions", "qk_norm", "activation")
@@ -99,9 +101,11 @@ def export(run: RunFolder) -> SavedModel:
     link = next((run.checkpoints / name for name in ("best", "last") if (run.checkpoints / name).exists()), None)
     if link is None:
         raise ValueError(f"{run.path} has no checkpoint yet")
-    checkpoint = open_saved(link)
     config = stored[0]
     classes = open_source(config.data.train, config.data.train_split).classes
+    if (link / "model").is_dir():
+        return export_parts(link, config, classes, run.path / "model")
+    checkpoint = open_saved(link)
     named = classes if len(classes) == checkpoint.config.num_classes else None
     made = checkpoint.provenance | ({"weights": config.model.weights} if config.model.weights else {})
     return save_pretrained(
@@ -110,4 +114,20 @@ def export(run: RunFolder) -> SavedModel:
         preprocessing=checkpoint.preprocessing,
         classes=named,
         provenance=made,
+    )
+
+
+def export_parts(checkpoint: Path, config: TrainConfig, classes: Sequence[str], folder: Path) -> SavedModel:
+    """The same for a checkpoint of many processes: their parts are put together one tensor at a time."""
+    from softmoe.parallel import state
+
+    shape = ViTConfig.from_dict(read_json(checkpoint / "config.json"))
+    made = {"run": config.run_name, "step": read_json(checkpoint / "manifest.json")["step"]}
+    return state.export(
+        checkpoint / ("ema" if (checkpoint / "ema").is_dir() else "model"),  # the average was evaluated
+        shape,
+        folder,
+        preprocessing=Preprocessing.of(config.data.transform),
+        classes=classes if len(classes) == shape.num_classes else None,
+        provenance=made | {"recipe_data": config.data.train},
     )

@@ -1,9 +1,10 @@
-"""The planner: its choices against the limits it was given."""
+"""The planner: its formulas against a trace of the real step, and its choices against the limits it was given."""
 
 import json
 from dataclasses import replace
 
 import pytest
+from parallel.dry import trace_all
 
 from softmoe.budget.plan import DEVICES, Layout, Plan, Settings, best_plan, layouts, most_experts, plans
 from softmoe.budget.plan_report import plan_report
@@ -18,6 +19,32 @@ A100 = DEVICES["a100-40"]
 def small(router: str = "soft", **more) -> ViTConfig:
     moe = MoEConfig(router, num_experts=8, slots_per_expert=4, **more)
     return ViTConfig(image_size=64, patch_size=8, width=128, depth=4, mlp_dim=512, heads=4, num_classes=64, moe=moe)
+
+
+CASES = [  # model, (world, expert, shard), images per rank, checkpointing
+    (small(), (8, 8, 8), 32, False),
+    (small(), (8, 4, 8), 32, False),
+    (small(), (8, 4, 2), 32, True),
+    (small(), (8, 8, 1), 32, False),
+    (replace(small(), moe=None), (4, 1, 4), 32, False),
+    (small("experts_choice"), (8, 2, 8), 32, False),
+]
+
+
+def test_agrees_with_a_trace_of_the_real_step():
+    """Every byte that one of many ranks keeps and sends; the peak to a tenth (or above it, with recomputation)."""
+    for (config, sizes, images, again), traced in zip(CASES, trace_all(CASES), strict=True):
+        settings = Settings(images * sizes[0], activation_bytes=4, checkpointing=again)
+        plan = Plan(config, Layout(*sizes), settings)
+        need, sent = plan.memory(), plan.traffic()
+        where = f"{sizes}, checkpointing {again}"
+        assert need.weights == pytest.approx(traced.weights, rel=0.01), where  # parts that do not divide are padded
+        assert need.gradients == pytest.approx(traced.gradients, rel=0.01), where
+        assert need.optimizer == pytest.approx(traced.optimizer, rel=0.01), where
+        assert sent.all_to_all == traced.sent.get("all_to_all", 0), where
+        assert sent.gather == pytest.approx(traced.sent.get("gather", 0), rel=0.02), where
+        assert sent.reduce == pytest.approx(traced.sent.get("reduce", 0), rel=0.02), where
+        assert 0.9 * traced.peak < need.peak < (1.3 if again else 1.1) * traced.peak, where
 
 
 @pytest.mark.parametrize("devices", [1, 6, 8, 48])

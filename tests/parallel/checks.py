@@ -18,6 +18,7 @@ from softmoe import parallel
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
 from softmoe.parallel import checkpoint, state
 from softmoe.parallel.checkpoint import verify_sharded, write_sharded
+from softmoe.parallel.dry_run import Sent
 from softmoe.train import OptimSection
 from softmoe.train.checkpoint import copy_tensors, optimizer_tensors
 from softmoe.train.objectives import class_weights, softmax_cross_entropy
@@ -145,6 +146,19 @@ def with_option(
 def train_with_options(rank: int, world: int) -> dict[str, Outcome]:
     mesh = parallel.make_mesh(2, 2)
     return {option: with_option(option, train_three_steps, mesh, rank) for option in OPTIONS}
+
+
+def count_sent(rank: int, meshes: list[tuple[int, int]]) -> dict[tuple[int, int], dict[str, int]]:
+    """Bytes through the collectives of one step, by kind."""
+    counts = {}
+    for expert, shard in meshes:
+        mesh = parallel.make_mesh(expert, shard)
+        model = parallel.apply(make_model("soft"), mesh)
+        images = share(make_batch(0)[0], rank, mesh.sizes.world)
+        with Sent() as sent:
+            model(images).mean().backward()
+        counts[expert, shard] = dict(sent.bytes)
+    return counts
 
 
 class Training:

@@ -35,9 +35,12 @@ def in_group(rank: int, world: int, store: str, function: Callable[..., Any], ar
 
 
 def start_ranks(
-    world: int, function: Callable[..., Any], *arguments: Any, seconds: float = 250.0
+    world: int, function: Callable[..., Any], *arguments: Any, seconds: float = 250.0, first: int | None = None
 ) -> list[tuple[Any, str | None]]:
-    """[(function(rank, world, *arguments), or the traceback of its error)], in the environment of torchrun."""
+    """[(function(rank, world, *arguments), or the traceback of its error)], in the environment of torchrun.
+
+    Of the `first` ranks only, if that is given: the others are killed when these have answered.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["parallel.preload"])  # import torch once for all
     with socket.socket() as free:
@@ -52,10 +55,11 @@ def start_ranks(
         pipes.append(ours)
         processes.append(process)
     try:
-        return [_receive(pipe, seconds) for pipe in pipes]
+        return [_receive(pipe, seconds) for pipe in pipes[:first]]
     finally:
-        for process in processes:
+        for process in processes[:first]:
             process.join(2.0)
+        for process in processes:
             process.kill()
 
 

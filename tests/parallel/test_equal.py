@@ -5,6 +5,8 @@ import torch
 from parallel import checks
 from parallel.ranks import run_ranks
 
+from softmoe.budget.plan import Layout, Plan, Settings
+
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}
 ROUTERS = ("soft", "tokens_choice", "experts_choice")
 MESHES = {
@@ -43,6 +45,17 @@ def test_ranks_compute_what_one_process_computes(world):
         one = references[case[0]]
         assert one.norm > 0.05, "the clip must be at work"
         assert_equal([outcomes[case] for outcomes in by_rank], one)
+
+
+def test_sent_bytes_are_those_of_the_plan():
+    """What real ranks put through their collectives, counted, is what the planner says."""
+    for counts in run_ranks(2, checks.count_sent, [(2, 1), (2, 2), (1, 2), (1, 1)]):
+        for (expert, shard), sent in counts.items():
+            settings = Settings(checks.BATCH, weight_bytes=8, activation_bytes=8)
+            plan = Plan(checks.make_model("soft").config, Layout(2, expert, shard), settings).traffic()
+            assert sent.get("all_to_all", 0) == plan.all_to_all
+            assert sent.get("gather", 0) == pytest.approx(plan.gather, rel=0.05)  # shards that do not divide are padded
+            assert sent.get("reduce", 0) == pytest.approx(plan.reduce, rel=0.05)
 
 
 def test_options_and_names():

@@ -12,6 +12,8 @@ from parallel.trouble import make_config, train_rank
 from softmoe.models.pretrained import from_pretrained
 from softmoe.train import ParallelSection, train
 from softmoe.train.checkpoint import read_checkpoint
+from softmoe.train.folder import RunFolder
+from softmoe.train.transfer import export
 
 
 def metrics(folder: Path) -> list[dict]:
@@ -62,10 +64,12 @@ def test_two_processes_train_as_one(pair, alone):
 
 
 def test_export(pair):
-    """At the end the run's folder holds a saved model that needs no second process."""
+    """The best checkpoint (the average, which was evaluated) becomes a saved model that needs no second process."""
     best = json.loads((pair / "eval.json").read_text())["best"]["step"]
+    saved = export(RunFolder(pair))
     model, expected = from_pretrained(pair).state_dict(), tensors(pair, best)
-    assert all(torch.equal(value, expected[f"model/{name}"]) for name, value in model.items())
+    assert saved.classes is not None
+    assert all(torch.equal(value, expected[f"ema/{name}"]) for name, value in model.items())
 
 
 def test_the_number_of_processes_may_change(alone, tmp_path):
@@ -98,7 +102,7 @@ def test_a_killed_rank(trouble, pair, tmp_path):
 def test_a_rank_that_hangs(tmp_path):
     """Waiting ends after parallel.timeout, with a message that names the rank."""
     config = make_config(tmp_path, expert=2, timeout=3.0)
-    _, error = start_ranks(2, train_rank, config, "hang")[0]
+    [(_, error)] = start_ranks(2, train_rank, config, "hang", first=1)
     assert "lost rank 1, which ended or did not come within 3 s (parallel.timeout)" in error
 
 

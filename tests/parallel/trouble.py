@@ -58,7 +58,7 @@ def train_rank(rank: int, world: int, config: TrainConfig, trouble: str | None =
                     time.sleep(0.05)
                 os.kill(os.getpid(), signal.SIGKILL)
             if trouble == "hang":
-                time.sleep(10)
+                time.sleep(1000)
         if rank == 0 and passes == 2 * 3 and trouble == "stop":
             os.kill(os.getpid(), signal.SIGTERM)
         return objective(model, batch)
