@@ -267,8 +267,8 @@ SCRIPT = """
         source = open_source("shapes", "train")
         stream = Loader(source, Transform(TransformConfig(32, "pad_crop"), True), 8, workers=2).batches()
         next(stream)
-        print("ready", flush=True)
         try:
+            print("ready", flush=True)
             while True:
                 next(stream)
         except KeyboardInterrupt:
