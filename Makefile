@@ -1,16 +1,22 @@
 # On a fresh machine with python3, venv and make: `make install`, `make test`, `make quickstart`.
 PYTHON ?= python3
 BIN := .venv/bin
+CORE := .venv/.core
 INSTALLED := .venv/.installed
+# Bytes are compiled when a module is first used: compiling all of torch takes longer than installing it.
+PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable
 
 .PHONY: install test check format lint types quickstart bench clean
 
 install: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(CORE): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(PIP) ".[plots,fast]"
+	touch $@
+
+$(INSTALLED): $(CORE)
+	$(PIP) ".[dev]"
 	touch $@
 
 # One thread a worker: the tests are many and small.
@@ -28,7 +34,7 @@ lint: install
 types: install
 	$(BIN)/pyright
 
-quickstart: install
+quickstart: $(CORE)
 	$(BIN)/softmoe quickstart
 
 bench: install

@@ -11,7 +11,7 @@ import io
 import warnings
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from softmoe.data.source import MinSide
 
@@ -46,10 +46,10 @@ def decode(data: bytes, name: str, min_side: MinSide = None) -> np.ndarray:
             if image is not None:
                 return image
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # Pillow warns of odd EXIF and of large images; neither is our user's concern
+            warnings.simplefilter("ignore")  # of odd EXIF and of large images: neither is our user's concern
             return _decode_pillow(data, min_side)
+    except UnidentifiedImageError as error:  # whose own words name an object in memory
+        raise BrokenImage(name, "it is not an image of a known format") from error
     except Exception as error:  # decoders raise OSError, ValueError, SyntaxError, struct.error, ... on bad bytes
         raise BrokenImage(name, str(error).rstrip(".") or type(error).__name__) from error
 

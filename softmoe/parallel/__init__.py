@@ -5,13 +5,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from softmoe.parallel.mesh import Mesh, Sizes, make_mesh
-    from softmoe.parallel.reduce import clip_by_global_norm, global_norm, local, mean_over_ranks, sum_over_ranks, whole
-    from softmoe.parallel.spread import apply, check_experts, check_groups, check_model
+    from softmoe.parallel.reduce import (
+        clip_by_global_norm,
+        global_norm,
+        local,
+        mean_over_ranks,
+        part_like,
+        sum_over_ranks,
+        whole,
+    )
+    from softmoe.parallel.spread import apply, building, check_experts, check_groups, check_model
 
 __all__ = [
     "Mesh",
     "Sizes",
     "apply",
+    "building",
     "check_experts",
     "check_groups",
     "check_model",
@@ -20,17 +29,19 @@ __all__ = [
     "local",
     "make_mesh",
     "mean_over_ranks",
+    "part_like",
     "sum_over_ranks",
     "whole",
 ]
 _HOMES = {
-    "softmoe.parallel.spread": ("apply", "check_experts", "check_groups", "check_model"),
+    "softmoe.parallel.spread": ("apply", "building", "check_experts", "check_groups", "check_model"),
     "softmoe.parallel.mesh": ("Mesh", "Sizes", "make_mesh"),
     "softmoe.parallel.reduce": (
         "clip_by_global_norm",
         "global_norm",
         "local",
         "mean_over_ranks",
+        "part_like",
         "sum_over_ranks",
         "whole",
     ),

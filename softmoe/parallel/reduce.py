@@ -26,6 +26,16 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_spread(tensor) else tensor
 
 
+def part_like(tensor: Tensor, model: Tensor) -> Tensor:
+    """Of a plain tensor that all ranks have, the part of it that this rank keeps of `model`; all of it if that is a
+    plain one."""
+    if not is_spread(model):
+        return tensor
+    from softmoe.parallel.experts import own_slice
+
+    return own_slice(tensor, model.device_mesh)
+
+
 def copies(tensor: Tensor) -> int:
     """On how many ranks the same part of a tensor is."""
     if not dist.is_initialized():

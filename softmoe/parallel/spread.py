@@ -1,11 +1,14 @@
 """Put parallelism on a model from outside. The model's code, and the names of its parameters, stay as they are."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from softmoe.models import VisionTransformer, ViTConfig
 from softmoe.moe import Experts, MoE
@@ -14,6 +17,27 @@ from softmoe.parallel.mesh import Mesh, Sizes
 from softmoe.parallel.reduce import mean_over_ranks
 
 SPARSE = ("tokens_choice", "experts_choice")
+
+
+@contextmanager
+def building(mesh: Mesh) -> Iterator[None]:
+    """Models made inside keep only this rank's experts of each layer, as soon as it is made: no process ever holds all
+    weights. Follow with `apply`. The same numbers are drawn on every rank, as without."""
+
+    def keep_mine(layer: nn.Module, name: str, part: nn.Module | None) -> nn.Module | None:
+        if isinstance(layer, MoE) and isinstance(part, Experts) and not isinstance(part, OwnedExperts):
+            check_experts(part.num_experts, part.dim, part.hidden_dim, mesh.sizes)
+            return OwnedExperts(part, mesh.experts["expert"])
+        return None
+
+    if mesh.sizes.expert == 1:
+        yield
+        return
+    hook = register_module_module_registration_hook(keep_mine)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def apply(model: VisionTransformer, mesh: Mesh) -> VisionTransformer:
@@ -32,7 +56,8 @@ def apply(model: VisionTransformer, mesh: Mesh) -> VisionTransformer:
     owned: set[nn.Parameter] = set()
     if sizes.expert > 1:
         for layer in moe_layers(model):
-            layer.experts = OwnedExperts(cast(Experts, layer.experts), mesh.experts["expert"])
+            if not isinstance(layer.experts, OwnedExperts):
+                layer.experts = OwnedExperts(cast(Experts, layer.experts), mesh.experts["expert"])
             if sizes.world > sizes.expert:  # several owners of the same experts: cut the second axis, or keep copies
                 fully_shard(layer.experts, mesh=mesh.owners, shard_placement_fn=lambda _: Shard(1))
             else:

@@ -40,8 +40,8 @@ def recipe() -> TrainConfig:
         ),
         optim=OptimSection(head_decay=0.05, kernel_decay=0.05, scale_decay=0.0, beta2=0.99),
         schedule=ScheduleSection(kind="cosine", peak=4e-3, warmup=60),
-        evaluation=EvaluationSection(every=STEPS // 4, examples=2880),
-        checkpoint=CheckpointSection(every=STEPS // 4),
+        evaluation=EvaluationSection(every=-(-STEPS // 4), examples=2880),
+        checkpoint=CheckpointSection(every=-(-STEPS // 4)),
         log=LogSection(every=25),
     )
 

@@ -19,8 +19,8 @@ def recipe() -> TrainConfig:
     return replace(
         config,
         steps=STEPS,
-        evaluation=replace(config.evaluation, every=STEPS // 4),
-        checkpoint=replace(config.checkpoint, every=STEPS // 4),
+        evaluation=replace(config.evaluation, every=-(-STEPS // 4)),
+        checkpoint=replace(config.checkpoint, every=-(-STEPS // 4)),
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,8 +101,9 @@ def build(
     data = Data.open(config, team.world, team.rank)
     shape = config.model.resolve(len(data.train.classes) or None, config.data.transform.image_size)
     team.check(config, shape)
-    model = team.spread(build_model(config, shape, device))
-    twin = team.spread(build_model(config, shape, device)) if team.world > 1 and config.ema is not None else None
+    make = partial(build_model, config, shape, device)
+    model = team.spread(make)
+    twin = team.spread(make) if team.world > 1 and config.ema is not None else None
     tap = RoutingTap(model)  # before compiling, which looks at the hooks
     return Run(
         config=config,

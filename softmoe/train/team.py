@@ -3,7 +3,7 @@
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -72,11 +72,14 @@ class Team:
         if shape.moe and shape.moe_blocks and self.mesh.sizes.expert > 1:
             parallel.check_experts(shape.moe.num_experts, shape.width, shape.mlp_dim, self.mesh.sizes)
 
-    def spread(self, model: VisionTransformer) -> VisionTransformer:
+    def spread(self, make: Callable[[], VisionTransformer]) -> VisionTransformer:
+        """The model that `make` builds, over all processes; none of them ever holds the experts of all."""
         if self.world == 1:
-            return model
+            return make()
         from softmoe import parallel
 
+        with parallel.building(self.mesh):
+            model = make()
         return parallel.apply(model, self.mesh)
 
     def clip(self, gradients: list[Tensor], max_norm: float | None) -> Tensor:

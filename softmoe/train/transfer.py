@@ -20,6 +20,7 @@ from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
 from softmoe.models.embed import LearnedPositions
 from softmoe.models.pretrained import Preprocessing, SavedModel, load_saved, open_saved, save_pretrained
 from softmoe.models.variants import SIZES
+from softmoe.parallel import part_like
 from softmoe.train.config import ModelSection, TrainConfig
 from softmoe.train.files import read_json
 from softmoe.train.folder import RunFolder
@@ -60,19 +61,19 @@ def start_from(model: VisionTransformer, weights: str | Path, *, new_head: bool 
     """Copy the weights of a saved model into `model`. Both must be of the same shape but for image size and classes."""
     source = read_model(weights)
     check_same_function(source.config, model.config, str(weights))
-    state = dict(source.state_dict())
+    state, mine = dict(source.state_dict()), model.state_dict()
     if isinstance(model.positions, LearnedPositions):
         assert isinstance(source.positions, LearnedPositions)
         state["positions.table"] = source.positions(model.positions.grid)
     if new_head:
         state = {name: value for name, value in state.items() if not name.startswith("head.")}
-        state |= {name: value for name, value in model.state_dict().items() if name.startswith("head.")}
+        state |= {name: value for name, value in mine.items() if name.startswith("head.")}
     elif source.config.num_classes != model.config.num_classes:
         raise ValueError(
             f"the head of {weights} has {source.config.num_classes or 'no'} classes, the data has "
             f"{model.config.num_classes or 'none'}: start with a new head (model.new_head)"
         )
-    model.load_state_dict(state)
+    model.load_state_dict({name: part_like(value, mine[name]) for name, value in state.items()})
 
 
 def check_same_function(old: ViTConfig, new: ViTConfig, name: str) -> None:

@@ -72,6 +72,19 @@ def test_export(pair):
     assert all(torch.equal(value, expected[f"ema/{name}"]) for name, value in model.items())
 
 
+def test_start_from_given_weights(alone, tmp_path):
+    """Each rank takes its experts of a saved model: the losses of one process, not those of fresh weights."""
+    configs = [make_config(tmp_path, "one", steps=2), make_config(tmp_path, "two", steps=2, expert=2)]
+    given = [replace(config, model=replace(config.model, weights=str(alone))) for config in configs]
+    train(given[0])
+    ended(start_ranks(2, train_rank, given[1]))
+    one, two, fresh = (
+        [line["loss"] for line in metrics(path)[:2]] for path in (tmp_path / "one", tmp_path / "two", alone)
+    )
+    assert two == pytest.approx(one, rel=1e-5)
+    assert two[1] != pytest.approx(fresh[1], rel=1e-4)  # at first all heads are zero
+
+
 def test_the_number_of_processes_may_change(alone, tmp_path):
     """Two steps on two processes, one alone, one more on two others: the run of one process."""
     config = make_config(tmp_path, steps=2, expert=2)
