@@ -33,7 +33,7 @@ def building(mesh: Mesh) -> Iterator[None]:
     if mesh.sizes.expert == 1:
         yield
         return
-    hook = register_module_module_registration_hook(keep_mine)
+    hook = register_module_module_registration_hook(keep_mine)  # pyright: ignore[reportArgumentType]
     try:
         yield
     finally:
