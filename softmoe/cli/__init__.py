@@ -17,6 +17,7 @@ COMMANDS = {
     "quickstart": "train a small Soft MoE and its dense twin, and compare them",
     "report": "one page for one or several runs",
     "soup": "average the weights of several fine-tuned models",
+    "study": "one of the paper's experiments: runs, figure and verdict",
     "train": "train a model from a recipe",
     "upcycle": "make a model with experts from a dense one",
 }

@@ -1,0 +1,79 @@
+"""`softmoe study NAME`: one of the paper's experiments, at a size of your choice."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Run one of the paper's experiments: its grid, its figure with the paper's numbers beside, and a verdict."""
+
+    names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
+    """Which, one or several; `softmoe study` lists them. They share the runs they have in common."""
+    scale: Literal["tiny", "small", "paper"] = "small"
+    """tiny: seconds, on generated images; small: under a minute a run on one core; paper: as the paper did it."""
+    data: str | None = None
+    """Training data: a folder with train/CLASS/* and val/CLASS/*, or a source as in training."""
+    transfer: str | None = None
+    """Data of other classes: adds the accuracy of 10 images a class on each model's features."""
+    seeds: int | None = None
+    """Runs of each cell; 3 at scale small, else 1. One seed gives no interval."""
+    out: Path = Path("studies")
+    """Runs, tables, figures and verdicts go here. What is done already is not done again."""
+    jobs: int = 1
+    """Runs at the same time, a process of one thread (and one GPU, if there are) each."""
+    dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print the number of runs, FLOPs and time, and stop."""
+
+
+def main(argv: list[str]) -> int:
+    from softmoe.studies import find, names
+
+    if not argv:
+        print("usage: softmoe study NAME... [--help]\n\n" + "\n".join(f"  {name:<20}{about(name)}" for name in names()))
+        return 2
+    a = tyro.cli(Arguments, args=argv, prog="softmoe study")
+    studies = [find(name) for name in a.names]
+
+    from softmoe.studies.driver import run_study
+    from softmoe.studies.estimate import estimate
+    from softmoe.studies.lab import make_lab
+    from softmoe.studies.store import Store
+
+    check(a)
+    lab, store = make_lab(a.scale, source(a.data), a.seeds), Store(a.out, source(a.transfer))
+    failed = False
+    for study in studies:
+        if a.dry_run:
+            print(estimate(study, lab, store))
+            continue
+        done = run_study(study, lab, store, jobs=a.jobs, say=lambda line: print(line, flush=True))
+        if done.stopped:
+            print("stopped; the same command goes on from here")
+            return 130
+        for claim in done.claims:
+            print(f"  {claim.word:<28}{claim.text}: {claim.found or '-'}")
+        print("\n".join(f"  {path}" for path in done.files))
+        failed = failed or bool(done.failures)
+    return int(failed)
+
+
+def check(a: Arguments) -> None:
+    for name, value in (("--seeds", a.seeds), ("--jobs", a.jobs)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def source(text: str | None) -> str | None:
+    """A plain path of a folder means folder:PATH."""
+    return f"folder:{text}" if text is not None and Path(text).expanduser().exists() else text
+
+
+def about(name: str) -> str:
+    """The question of a study."""
+    from softmoe.studies import find
+
+    return (find(name).__doc__ or "").split("\n", 1)[0]

@@ -1,0 +1,71 @@
+"""Which part of Soft MoE's routing matters?
+
+The same transformer with learned, fixed or no mixing: Soft MoE, one of dispatch and combine uniform, both uniform,
+tokens sent round the experts unmixed (Identity), and no experts at all. As many experts and slots as tokens.
+
+The paper (Table 2, Appendix A; S/14, 256 experts): Soft MoE first by far; dispatch matters a little more than combine;
+Uniform and Identity far behind, but ahead of the dense model.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from softmoe.budget.paper import read_table
+from softmoe.studies.figures import NAMES, bars, finish, label, panels
+from softmoe.studies.lab import Cell, Lab
+from softmoe.studies.results import Table
+from softmoe.studies.verdict import Claim, better
+
+METHODS = ("soft", "soft_uniform", "uniform_soft", "uniform", "identity", "dense")
+COLUMNS = {"top1": "jft_p_at_1_pct", "10shot": "in_10shot_pct"}
+CLAIMS = (
+    ("soft", "dense"),
+    ("soft", "soft_uniform"),
+    ("soft", "uniform_soft"),
+    ("soft", "uniform"),
+    ("soft", "identity"),
+    ("soft_uniform", "uniform_soft"),
+    ("uniform", "dense"),
+    ("identity", "dense"),
+)
+
+
+def cells(lab: Lab) -> Iterator[Cell]:
+    for method in METHODS:
+        yield from lab.over_seeds(lab.config(method), method=method)
+
+
+def claims(table: Table) -> Iterator[Claim]:
+    paper = printed()
+    for first, second in CLAIMS:
+        gap = {number: f"+{paper[number][first] - paper[number][second]:.1f} points" for number in COLUMNS}
+        text = f"{NAMES[first]} is better than {NAMES[second]}"
+        yield from better(table.where(method=first), table.where(method=second), text, gap)
+
+
+def printed() -> dict[str, dict[str, float]]:
+    """measure -> method -> the paper's number; its rows stand in the order of METHODS."""
+    rows = read_table("ablations")
+    return {
+        number: {method: float(row[column]) for method, row in zip(METHODS, rows, strict=True)}
+        for number, column in COLUMNS.items()
+    }
+
+
+def figure(table: Table, lab: Lab) -> Any:
+    names = [NAMES[method] for method in METHODS]
+    numbers = table.quality
+    drawing, axes = panels(2, len(numbers))
+    for column, number in enumerate(numbers):
+        bars(axes[0][column], names, [printed()[number][m] for m in METHODS], [0.0] * len(METHODS), "#888888")
+        finish(axes[0][column], f"paper, S/14: {label(number, paper=True)}", "")
+        found = {m: i for m in METHODS if (i := table.where(method=m).interval(number)) is not None}
+        bars(
+            axes[1][column],
+            [NAMES[m] for m in found],
+            [i.mean for i in found.values()],
+            [i.half for i in found.values()],
+            "#3b6fb6",
+        )
+        finish(axes[1][column], f"ours: {label(number)}, 95 % interval", "")
+    return drawing

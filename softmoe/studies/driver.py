@@ -1,0 +1,160 @@
+"""Run a study: do the jobs that are not done, one after another or several at a time, and write what came out.
+
+    OUT/runs/<key>/           one folder a job, shared by all studies of OUT
+    OUT/<study>/results.csv   a row per run that is done, rewritten after each
+    OUT/<study>/{<study>.png, verdict.md, verdict.json}
+
+Asked for again, a study goes on where it was stopped or killed; what is done is never done again. A job that fails is
+reported, and the others go on.
+"""
+
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+from softmoe.studies.jobs import Job, Stopped, key_of
+from softmoe.studies.lab import Cell, Lab
+from softmoe.studies.results import QUALITY, Table, write_whole
+from softmoe.studies.store import Store
+from softmoe.studies.verdict import Claim, write_verdict
+
+Say = Callable[[str], None]
+Outcome = dict[str, float] | str
+"""Numbers, or why there are none."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a study ended."""
+
+    table: Table
+    claims: list[Claim] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+    stopped: bool = False
+
+
+def run_study(study: ModuleType, lab: Lab, store: Store, *, jobs: int = 1, say: Say = print) -> Done:
+    cells = list(study.cells(lab))
+    folder = store.out / name_of(study)
+    pending = unfinished(cells, store)
+    say(f"{name_of(study)}: {len(cells)} cells, {len(pending)} jobs to do")
+    failures: dict[str, str] = {}
+    try:
+        for number, (job, outcome) in enumerate(execute(pending, store, jobs), start=1):
+            if isinstance(outcome, str):
+                failures[key_of(job)] = outcome
+            say(f"  [{number}/{len(pending)}] {title(cells, job)}: {told(outcome)}")
+            write_results(folder, store.table(cells))
+    except (Stopped, KeyboardInterrupt):
+        return Done(store.table(cells), failures=failures, stopped=True)
+    table = store.table(cells)
+    files = [write_results(folder, table)]
+    if len(table):
+        claims = list(study.claims(table))
+        files += conclude(study, lab, table, claims, folder)
+        return Done(table, claims, files, failures)
+    return Done(table, files=files, failures=failures)
+
+
+def conclude(study: ModuleType, lab: Lab, table: Table, claims: list[Claim], folder: Path) -> list[Path]:
+    """The figure and the verdict."""
+    from softmoe.report.curves import save_png
+
+    notes = [f"Scale {lab.scale}, {lab.seeds} seeds, data {lab.base.data.train}. Runs: results.csv."]
+    picture = save_png(study.figure(table, lab), folder / f"{name_of(study)}.png")
+    return [picture, *write_verdict(folder, name_of(study), (study.__doc__ or "").strip(), claims, notes)]
+
+
+def unfinished(cells: list[Cell], store: Store) -> list[Job]:
+    """The jobs to do, each once, after the one it needs, else in the order of the plan."""
+    found: dict[str, Job] = {}
+
+    def add(job: Job) -> None:
+        if job.needs is not None:
+            add(job.needs)
+        if store.numbers(job) is None:
+            found.setdefault(key_of(job), job)
+
+    for cell in cells:
+        add(cell.job)
+    return list(found.values())
+
+
+def execute(pending: list[Job], store: Store, jobs: int) -> Iterator[tuple[Job, Outcome]]:
+    """Yields each job when it is done or has failed. Stopped if a signal asked for it."""
+    if jobs > 1 and len(pending) > 1:
+        yield from execute_together(pending, store, jobs)
+        return
+    for job in pending:
+        yield job, attempt(store, job)
+
+
+def attempt(store: Store, job: Job) -> Outcome:
+    try:
+        return store.work(job)
+    except Exception as error:
+        if isinstance(error, Stopped):
+            raise
+        return f"{type(error).__name__}: {error}"
+
+
+def execute_together(pending: list[Job], store: Store, jobs: int) -> Iterator[tuple[Job, Outcome]]:
+    """Processes of one thread each; with several GPUs each process sees one. First those that need no other job."""
+    context = multiprocessing.get_context("spawn")
+    places = context.Queue()
+    for place in range(jobs):
+        places.put(place)
+    first = [job for job in pending if job.needs is None]
+    later = [job for job in pending if job.needs is not None]
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=settle, initargs=(places,)) as pool:
+        for batch in (first, later):
+            waiting: dict[Future[Outcome], Job] = {pool.submit(attempt, store, job): job for job in batch}
+            try:
+                for future in as_completed(waiting):
+                    yield waiting[future], future.result()
+            except BaseException:  # what has not begun is not begun; what runs saves itself on the same signal
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+
+
+def settle(places) -> None:
+    """Make a worker's process its own: one CPU thread, one GPU."""
+    import os
+
+    import torch
+
+    place = places.get()
+    torch.set_num_threads(1)
+    count = torch.cuda.device_count()
+    if count:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(place % count)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def write_results(folder: Path, table: Table) -> Path:
+    return write_whole(folder / "results.csv", table.to_csv())
+
+
+def name_of(study: ModuleType) -> str:
+    return study.__name__.rsplit(".", 1)[1]
+
+
+def title(cells: list[Cell], job: Job) -> str:
+    """The labels of the first cell that wanted the job."""
+    for cell in cells:
+        if key_of(cell.job) == key_of(job):
+            labels = ", ".join(f"{key} {value}" for key, value in cell.labels.items())
+            return f"{labels}, seed {cell.seed}"
+    return f"{type(job).__name__.lower()} {key_of(job)}, which others need"
+
+
+def told(outcome: Outcome) -> str:
+    if isinstance(outcome, str):
+        return f"failed, {outcome}"
+    shown = [f"{name} {outcome[name]:.2f}" for name in (*QUALITY, "images_per_second") if name in outcome]
+    return ", ".join([*shown, f"{outcome['seconds']:.0f} s" if "seconds" in outcome else ""]).rstrip(", ")

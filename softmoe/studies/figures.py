@@ -1,0 +1,119 @@
+"""The parts of which the studies' figures are made: the paper's form, ours beside it. Needs matplotlib."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from softmoe.report.curves import finish, pyplot
+from softmoe.studies.results import QUALITY, Table
+
+NAMES = {
+    "soft": "Soft MoE",
+    "dense": "dense",
+    "tokens_choice": "Tokens Choice",
+    "experts_choice": "Experts Choice",
+    "soft_uniform": "Soft / Uniform",
+    "uniform_soft": "Uniform / Soft",
+    "uniform": "Uniform",
+    "identity": "Identity",
+}
+COLORS = {
+    "soft": "#3b6fb6",
+    "dense": "#c8403a",
+    "tokens_choice": "#3f9455",
+    "experts_choice": "#e0862e",
+}
+"""As in the paper: Soft MoE blue, dense red, Tokens Choice green, Experts Choice orange."""
+ROUTING = {"Soft MoE": "soft", "Dense": "dense", "Tokens Choice": "tokens_choice", "Experts Choice": "experts_choice"}
+"""The paper's words in its tables."""
+PAPER_QUALITY = {"top1": "JFT precision at 1 (%)", "10shot": "ImageNet 10-shot (%)"}
+
+
+def panels(rows: int, columns: int, width: float = 4.4, height: float = 3.5) -> tuple[Any, Any]:
+    """A figure and its (rows, columns) axes."""
+    return pyplot().subplots(
+        rows, columns, figsize=(width * columns, height * rows), squeeze=False, layout="constrained"
+    )
+
+
+def bars(axis: Any, names: Sequence[str], values: Sequence[float], halves: Sequence[float], color: str) -> None:
+    """Horizontal, the first on top, with intervals; the axis begins near the smallest, as dots would."""
+    places = np.arange(len(names))[::-1]
+    errors = [half if np.isfinite(half) else 0.0 for half in halves]
+    axis.errorbar(values, places, xerr=errors, fmt="o", color=color, capsize=3, ms=6)
+    axis.set_yticks(places, names)
+    axis.set_ylim(-0.6, len(names) - 0.4)
+    for value, place in zip(values, places, strict=True):
+        axis.annotate(f"{value:.1f}", (value, place), xytext=(0, 6), textcoords="offset points", ha="center", size=8)
+    axis.margins(x=0.15)
+
+
+def line(axis: Any, table: Table, x: str, number: str, *, log: bool = False, **style: Any) -> None:
+    """Means over seeds with intervals, against a label."""
+    xs, means, halves = [], [], []
+    for value in sorted(table.distinct(x)):
+        found = table.where(**{x: value}).interval(number)
+        if found is not None:
+            xs.append(value)
+            means.append(found.mean)
+            halves.append(found.half if np.isfinite(found.half) else 0.0)
+    if xs:
+        axis.errorbar(xs, means, yerr=halves, marker="o", ms=4, capsize=3, **style)
+    if log:
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(xs, [f"{value:g}" for value in xs])
+        axis.minorticks_off()
+
+
+def heat(axis: Any, grid: Mapping[tuple[Any, Any], float | None], x_label: str, y_label: str, form: str) -> None:
+    """A map of (column, row) -> value; what was not run is left white."""
+    columns = sorted({column for column, _ in grid})
+    rows = sorted({row for _, row in grid})
+    values = np.full((len(rows), len(columns)), np.nan)
+    for (column, row), value in grid.items():
+        if value is not None:
+            values[rows.index(row), columns.index(column)] = value
+    picture = axis.imshow(values, cmap="viridis", aspect="auto")
+    middle = np.nanmean(picture.get_clim())
+    for (i, j), value in np.ndenumerate(values):
+        if np.isfinite(value):
+            color = "white" if value < middle else "black"
+            axis.text(j, i, format(value, form), ha="center", va="center", color=color, size=9)
+    axis.set_xticks(range(len(columns)), [f"{c:g}" for c in columns])
+    axis.set_yticks(range(len(rows)), [f"{r:g}" for r in rows])
+    axis.set(xlabel=x_label, ylabel=y_label)
+
+
+def frontier(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points that no other one beats in both cost (first, less is better) and quality, by rising cost."""
+    best: list[tuple[float, float]] = []
+    for cost, quality in sorted(points, key=lambda p: (p[0], -p[1])):
+        if not best or quality > best[-1][1]:
+            best.append((cost, quality))
+    return best
+
+
+def pareto(axis: Any, points: Mapping[str, Sequence[tuple[float, float]]], x_label: str, y_label: str) -> None:
+    """All models as faint dots, each router's frontier as a line."""
+    for router, all_points in points.items():
+        color = COLORS[router]
+        axis.scatter(*zip(*all_points, strict=True), s=14, color=color, alpha=0.35, lw=0)
+        axis.plot(*zip(*frontier(all_points), strict=True), color=color, marker="o", ms=5, label=NAMES[router])
+    axis.set_xscale("log")
+    finish(axis, x_label, y_label)
+
+
+def label(number: str, *, paper: bool = False) -> str:
+    return PAPER_QUALITY[number] if paper else QUALITY[number]
+
+
+def said(axis: Any, text: str) -> None:
+    """The paper's words, where it prints no numbers."""
+    axis.text(0.02, 0.98, text, transform=axis.transAxes, va="top", size=8, color="#555", wrap=True)
+
+
+__all__ = [
+    "COLORS", "NAMES", "PAPER_QUALITY", "ROUTING", "bars", "finish", "frontier", "heat", "label", "line", "panels",
+    "pareto", "said",
+]  # fmt: skip

@@ -1,0 +1,218 @@
+"""What a study is made of: jobs, each known by a hash of what decides its outcome, so that studies share them.
+
+    Training      a run of the loop
+    Branch        the cooldown of another run from one of its checkpoints
+    Finetuning    another run's model on other data, at another size
+    Timing        the speed of a training step
+
+A job works in a folder of its own, OUT/runs/<key>, and returns named numbers.
+"""
+
+import hashlib
+import json
+import time
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Protocol
+
+from softmoe.budget import Cost, cost
+from softmoe.data import open_source
+from softmoe.models import ViTConfig
+from softmoe.train import ModelSection, TrainConfig, branch, train
+from softmoe.train.folder import FREE, RunFolder, matches
+from softmoe.train.metrics import read_metrics
+from softmoe.train.strict import flatten
+
+COUNTS = ("data.val", "data.val_split", "evaluation.examples", "checkpoint.keep_every")
+"""Free to change in a run, but not in a result: what it is judged by, and what can be branched from it."""
+HEALTH = ("drop_rate", "max_dispatch", "max_combine", "scale")
+LAST = 5  # lines of metrics over which the end of training is averaged
+
+
+class Stopped(Exception):
+    """A signal ended the job early; it continues when it is asked for again."""
+
+
+class Job(Protocol):
+    @property
+    def needs(self) -> "Job | None":
+        """The job whose folder this one reads."""
+        ...
+
+    def identity(self) -> dict[str, Any]:
+        """Everything that decides the outcome, as plain values."""
+        ...
+
+    def flops(self) -> float: ...
+
+    def run(self, folder: Path) -> dict[str, float]: ...
+
+
+def key_of(job: Job) -> str:
+    return hashlib.sha256(json.dumps(job.identity(), sort_keys=True).encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class Training:
+    config: TrainConfig
+
+    @property
+    def needs(self) -> Job | None:
+        return None
+
+    def identity(self) -> dict[str, Any]:
+        return {"train": deciding(self.config)}
+
+    def flops(self) -> float:
+        return price(self.config).train_flops * float(self.config.steps * self.config.data.batch_size)
+
+    def run(self, folder: Path) -> dict[str, float]:
+        return trained(replace(self.config, runs=str(folder.parent), run_name=folder.name))
+
+
+@dataclass(frozen=True)
+class Branch:
+    parent: Training
+    step: int
+    cooldown: int
+
+    @property
+    def needs(self) -> Job:
+        return self.parent
+
+    def identity(self) -> dict[str, Any]:
+        return {"branch": key_of(self.parent), "step": self.step, "cooldown": self.cooldown}
+
+    def flops(self) -> float:
+        return self.parent.flops() * self.cooldown / self.parent.config.steps
+
+    def run(self, folder: Path) -> dict[str, float]:
+        checkpoint = folder.parent / key_of(self.parent) / "checkpoints" / f"step_{self.step:08d}"
+        return trained(branch(checkpoint, self.cooldown, folder.name, str(folder.parent)))
+
+
+@dataclass(frozen=True)
+class Finetuning:
+    """`config` is a recipe for fine-tuning; its model is replaced by the parent's."""
+
+    parent: Training
+    config: TrainConfig
+
+    @property
+    def needs(self) -> Job:
+        return self.parent
+
+    @property
+    def shaped(self) -> TrainConfig:
+        return replace(self.config, model=replace(self.parent.config.model, new_head=True))
+
+    def identity(self) -> dict[str, Any]:
+        return {"finetune": key_of(self.parent), "train": deciding(self.shaped)}
+
+    def flops(self) -> float:
+        return Training(self.shaped).flops()
+
+    def run(self, folder: Path) -> dict[str, float]:
+        model = replace(self.shaped.model, weights=str(folder.parent / key_of(self.parent)))
+        return trained(replace(self.shaped, model=model, runs=str(folder.parent), run_name=folder.name))
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Forward, backward and update on random images. One CPU thread is timed by its own clock: others do not count."""
+
+    model: ModelSection
+    image_size: int
+    batch: int
+    seconds: float = 3.0
+
+    @property
+    def needs(self) -> Job | None:
+        return None
+
+    @property
+    def shape(self) -> ViTConfig:
+        return self.model.resolve(100, self.image_size)
+
+    def identity(self) -> dict[str, Any]:
+        return {"time": self.shape.to_dict(), "batch": self.batch, "seconds": self.seconds}
+
+    def flops(self) -> float:
+        return 0.0
+
+    def run(self, folder: Path) -> dict[str, float]:
+        import torch
+
+        from softmoe.bench.cases import train_step
+        from softmoe.models import VisionTransformer
+
+        torch.manual_seed(0)
+        step = train_step(VisionTransformer(self.shape), torch.randn(self.batch, 3, self.image_size, self.image_size))
+        clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+        step()
+        taken: list[float] = []
+        while sum(taken) < self.seconds or len(taken) < 3:
+            start = clock()
+            step()
+            taken.append(clock() - start)
+        known = cost(self.shape)
+        seconds = sorted(taken)[len(taken) // 2]
+        return {"images_per_second": self.batch / seconds, "step_ms": 1e3 * seconds, **priced(known)}
+
+
+def trained(config: TrainConfig) -> dict[str, float]:
+    """Train to the end, or go on where an earlier call stopped, and read the numbers from the run's folder."""
+    fresh, start = RunFolder.of(config).stored() is None, time.process_time()
+    result = train(config)
+    if result.signal is not None:
+        raise Stopped
+    rows = read_metrics(result.folder.metrics)
+    last = rows[-1]
+    numbers = {
+        "top1": 100.0 * last["val/top1"],
+        "top5": 100.0 * last["val/top5"],
+        "val_loss": last["val/loss"],
+        "train_loss": fmean([row["loss"] for row in rows if row.get("loss") is not None][-LAST:]),
+        "steps": config.steps,
+        "tflops": last["flops"] / 1e12,
+        "seconds": last["device_seconds"],
+        **priced(price(config)),
+        **health(rows),
+    }
+    if fresh and config.threads == 1 and config.data.workers == 0:  # one thread did it all, in one go
+        numbers["cpu_seconds"] = time.process_time() - start
+    return numbers
+
+
+def health(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """What the routers did at the end of training, averaged over the layers."""
+    found: dict[str, float] = {}
+    lines = [row["routers"] for row in rows if row.get("routers")][-LAST:]
+    for name in HEALTH:
+        values = [layer[name] for line in lines for layer in line.values() if layer.get(name) is not None]
+        if values:
+            found[name] = fmean(values)
+    return found
+
+
+def deciding(config: TrainConfig) -> dict[str, Any]:
+    """The settings that can change a result, and none that cannot."""
+    known = flatten(config.to_dict())
+    kept = {key: value for key, value in known.items() if key in COUNTS or not any(matches(key, rule) for rule in FREE)}
+    return {key: value for key, value in kept.items() if value is not None and key != "model.weights"}
+
+
+def price(config: TrainConfig) -> Cost:
+    classes = class_count(config.data.train, config.data.train_split)
+    return cost(config.model.resolve(classes, config.data.transform.image_size))
+
+
+def priced(known: Cost) -> dict[str, float]:
+    return {"params": known.params, "mflops": known.forward_flops / 1e6}
+
+
+@cache
+def class_count(data: str, split: str) -> int | None:
+    return len(open_source(data, split).classes) or None

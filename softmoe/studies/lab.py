@@ -1,0 +1,144 @@
+"""Where a study is done: the size of everything, the data, the seeds. A study asks it for settings and yields cells.
+
+    tiny    three steps of a model that is hardly one, on `shapes`: to see that everything works, for tests
+    small   a transformer of width 32 that sees 64,000 images of 64 pixels: under a minute a run on one core
+    paper   S/14 and S/16 at 224 pixels, 300,000 steps of 4,096 images, as in the paper: for --dry-run, or a data center
+
+Departures of `small` from the paper: soft logits start with a scale of 6 (with 1 every slot is the mean token for most
+of so short a run, see docs/experiments.md), a cosine instead of a root, softmax instead of sigmoid loss.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar, get_args
+
+from softmoe.data import TransformConfig
+from softmoe.recipes import pretrain
+from softmoe.studies.jobs import Job, Training
+from softmoe.train import (
+    CheckpointSection,
+    DataSection,
+    EvaluationSection,
+    LogSection,
+    ModelSection,
+    ObjectiveSection,
+    OptimSection,
+    ScheduleSection,
+    TrainConfig,
+)
+
+T = TypeVar("T")
+ScaleName = Literal["tiny", "small", "paper"]
+SCALES: tuple[ScaleName, ...] = get_args(ScaleName)
+GROUP = 32
+"""Images that sparse routers route together: buffers of a few hundred tokens, as in the paper's groups."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One place of the grid: what its job is called there. The same job may be a cell of several studies."""
+
+    labels: dict[str, Any]
+    seed: int
+    job: Job
+
+
+@dataclass(frozen=True)
+class Lab:
+    scale: ScaleName
+    base: TrainConfig
+    """Of the dense model; every run of a study is a variation of it."""
+    seeds: int = 3
+    soft: dict[str, Any] = field(default_factory=dict)
+    """Settings of every learned soft router."""
+
+    @property
+    def image_size(self) -> int:
+        size = self.base.data.transform.image_size
+        assert isinstance(size, int)
+        return size
+
+    @property
+    def tokens(self) -> int:
+        """Of one image."""
+        return self.base.model.resolve(None, self.image_size).tokens
+
+    def pick(self, *, tiny: T, small: T, paper: T) -> T:
+        return {"tiny": tiny, "small": small, "paper": paper}[self.scale]
+
+    def config(self, router: str = "dense", *, peak: float | None = None, **changes: Any) -> TrainConfig:
+        """The base with this router and these settings of the model; of a setting only what the router uses is kept."""
+        given: dict[str, Any] = {} if router == "dense" else {"router": router, "num_experts": self.tokens}
+        if router in ("soft", "soft_uniform", "uniform_soft"):
+            given |= self.soft
+        if router in ("tokens_choice", "experts_choice"):
+            given["group_size"] = min(GROUP, self.base.data.batch_size) * self.tokens
+        config = replace(self.base, model=replace(self.base.model, **(given | changes)))
+        return config if peak is None else replace(config, schedule=replace(config.schedule, peak=peak))
+
+    def sized(self, width: int, **changes: Any) -> dict[str, Any]:
+        """Settings of a model of this width: the MLP is four times as wide, heads have the base's width or more."""
+        heads = self.base.model.resolve(None, self.image_size).heads
+        return {"width": width, "mlp_dim": 4 * width, "heads": heads} | changes
+
+    def over_seeds(self, config: TrainConfig, **labels: Any) -> Iterator[Cell]:
+        for seed in range(self.seeds):
+            yield Cell(labels, seed, Training(replace(config, seed=seed)))
+
+
+def make_lab(scale: ScaleName, data: str | None = None, seeds: int | None = None) -> Lab:
+    """`data` is a source as in training; each scale has a default (`paper`'s is a stand-in to count FLOPs with)."""
+    base = {"tiny": tiny_base, "small": small_base, "paper": paper_base}[scale]()
+    if data is not None:
+        base = replace(base, data=replace(base.data, train=data))
+    soft = {} if scale == "paper" else {"scale_init": 6.0}
+    return Lab(scale, base, seeds or {"tiny": 1, "small": 3, "paper": 1}[scale], soft)
+
+
+def small_base() -> TrainConfig:
+    steps = 1000
+    return TrainConfig(
+        steps=steps,
+        model=ModelSection(name="vit_ti16", width=32, depth=4, heads=4, mlp_dim=128),
+        data=DataSection(
+            train="shapes?size=64",
+            batch_size=64,
+            workers=0,
+            transform=TransformConfig(image_size=64, crop="pad_crop", flip=True),
+        ),
+        optim=OptimSection(head_decay=0.05, kernel_decay=0.05, scale_decay=0.0, clip_norm=1.0),
+        schedule=ScheduleSection(kind="cosine", peak=6e-3, warmup=100),
+        objective=ObjectiveSection(label_smoothing=0.1),
+        evaluation=EvaluationSection(every=None),
+        checkpoint=CheckpointSection(every=500, keep_last=1, keep_best=False),
+        log=LogSection(every=25, quiet=True),
+        threads=1,
+    )
+
+
+def tiny_base() -> TrainConfig:
+    config = small_base()
+    return replace(
+        config,
+        steps=3,
+        model=replace(config.model, name="vit_ti8", width=16, depth=2, heads=2, mlp_dim=32),
+        data=replace(
+            config.data,
+            train="shapes?size=32",
+            batch_size=8,
+            transform=TransformConfig(image_size=32, crop="resize"),
+        ),
+        schedule=replace(config.schedule, warmup=1),
+        evaluation=EvaluationSection(every=None, examples=16),
+        log=LogSection(every=1, quiet=True),
+    )
+
+
+def paper_base() -> TrainConfig:
+    config = pretrain.recipe()
+    return replace(
+        config,
+        model=ModelSection(name="vit_s14"),
+        evaluation=replace(config.evaluation, every=10_000),
+        log=replace(config.log, quiet=True),
+    )

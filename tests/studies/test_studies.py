@@ -1,0 +1,47 @@
+"""The contract of every study, in tiny mode: it runs, and leaves its table, its figure and its verdict."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from softmoe.cli import main
+from softmoe.studies import find, names
+from softmoe.studies.lab import make_lab
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all, so that they share their runs."""
+    return tmp_path_factory.mktemp("studies")
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_study_ends_with_table_figure_and_verdict(name: str, out: Path) -> None:
+    assert main(["study", name, "--scale", "tiny", "--out", str(out)]) == 0
+    folder = out / name
+    rows = list(csv.DictReader((folder / "results.csv").read_text().splitlines()))
+    assert rows
+    assert (folder / f"{name}.png").stat().st_size > 5_000
+    verdict = json.loads((folder / "verdict.json").read_text())
+    assert verdict["claims"]
+    assert all(claim["verdict"] != "not run" for claim in verdict["claims"]), "a claim names cells that do not exist"
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_study_says_what_it_asks(name: str) -> None:
+    """The docstring begins with a question and says what the paper found, and where."""
+    text = find(name).__doc__ or ""
+    assert text.split("\n", 1)[0].endswith("?")
+    assert "The paper (" in text
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("scale", ["small", "paper"])
+def test_every_study_plans_its_larger_sizes(name: str, scale: str) -> None:
+    """At every size each cell resolves to a model, and no two cells of a study have the same labels and seed."""
+    cells = list(find(name).cells(make_lab(scale)))  # pyright: ignore[reportArgumentType]
+    assert all(cell.job.flops() >= 0 for cell in cells)
+    places = [(tuple(cell.labels.items()), cell.seed) for cell in cells]
+    assert len(set(places)) == len(places)
