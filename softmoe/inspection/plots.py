@@ -74,6 +74,7 @@ def token_and_expert_shares(model: Inspection) -> Any | None:
     left.set(xlim=(0, 4), xlabel="summed dispatch weight of a token", ylabel="tokens up to it (%)")
     left.legend(frameon=False, fontsize=8)
     middle.set(xlabel="experts, most important first", ylabel="mean combine weight / smallest")
+    middle.xaxis.get_major_locator().set_params(integer=True)
     name, r = next(iter(layers.items()))
     width = r["tokens_per_slot"]
     for slot_curve in width["curves"][:512]:
