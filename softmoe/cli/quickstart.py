@@ -23,7 +23,7 @@ def run(runs: Path = Path("runs"), seed: int = 0, tiny: bool = False) -> int:
         return 130
     print()
     print(as_text(summary_table(done.records)))
-    print(f"\ncurves  {done.curves}\nreport  {done.report}")
+    print(f"\ncurves  {done.curves}\ninside  {done.inside}\nreport  {done.report}")
     return 0
 
 

@@ -14,7 +14,10 @@ def test_quickstart_ends_with_table_picture_and_page(tmp_path: Path, capsys: pyt
     shown = capsys.readouterr().out
     assert "quickstart_dense" in shown
     assert (tmp_path / "quickstart.png").stat().st_size > 5_000
-    assert (tmp_path / "quickstart" / "report.html").read_text().startswith("<!doctype html>")
+    page = (tmp_path / "quickstart" / "report.html").read_text()
+    assert page.startswith("<!doctype html>")
+    assert "Inside quickstart" in page
+    assert (tmp_path / "quickstart" / "inspect.html").stat().st_size > 10_000
 
 
 def test_twins_cost_the_same_to_train() -> None:
