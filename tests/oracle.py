@@ -42,7 +42,7 @@ class ExpertWeights:
 
     def __call__(self, expert: int, row: Array) -> Array:
         hidden = row @ self.w1[expert] + self.b1[expert]
-        return np.array([gelu_tanh(value) for value in hidden]) @ self.w2[expert] + self.b2[expert]
+        return np.array([gelu_tanh(value) for value in hidden]) @ self.w2[expert].T + self.b2[expert]
 
 
 # --- routers that mix: soft, uniform and the two halves ------------------------------------------------------

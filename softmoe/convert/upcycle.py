@@ -105,7 +105,7 @@ def copy_model(dense: VisionTransformer, config: Any) -> VisionTransformer:
         for stacked, value in (
             (e.w1, mlp.fc1.weight.T),
             (e.b1, mlp.fc1.bias),
-            (e.w2, mlp.fc2.weight.T),
+            (e.w2, mlp.fc2.weight),
             (e.b2, mlp.fc2.bias),
         ):
             stacked.copy_(value.expand_as(stacked))

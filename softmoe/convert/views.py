@@ -96,7 +96,7 @@ def moe_views(layer: MoE, read: Read) -> Views:
     views = {
         "Mlp/Dense_0/kernel": read(experts.w1),
         "Mlp/Dense_0/bias": read(experts.b1),
-        "Mlp/Dense_1/kernel": read(experts.w2),
+        "Mlp/Dense_1/kernel": read(experts.w2).transpose(1, 2),
         "Mlp/Dense_1/bias": read(experts.b2),
     }
     if isinstance(router, SoftRouter):

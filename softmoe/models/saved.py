@@ -20,7 +20,7 @@ from softmoe.models.config import MoEConfig, ViTConfig
 from softmoe.models.weights import FILE_NAME, FileFacts
 
 FORMAT = "softmoe"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1 had the experts' w2 as (N, H, D)
 _KEYS = ("format", "format_version", "kind", "architecture", "preprocessing", "classes", "provenance", "weights")
 
 

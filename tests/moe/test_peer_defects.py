@@ -129,7 +129,7 @@ def test_an_expert_is_a_whole_mlp():
     assert kinds == ["MLP", "MLP", "MoE", "MoE"]
     experts = model.encoder.blocks[3].mlp.experts
     assert experts.w1.shape == (4, 16, 32)
-    assert experts.w2.shape == (4, 32, 16)
+    assert experts.w2.shape == (4, 16, 32)
 
 
 def test_loop_over_experts():
