@@ -192,6 +192,16 @@ def distance_table() -> np.ndarray:
 
 
 @cache
+def radii_within(distance: float) -> float:
+    """How far from the center, in radii, any outline may be within `distance` (in radii); infinite beyond the table."""
+    x, y = _grid()
+    near = (distance_table().reshape(-1, CELLS, CELLS) < distance).any(0)
+    if near[[0, -1]].any() or near[:, [0, -1]].any():
+        return np.inf
+    return float(np.hypot(x, y)[near].max()) + SPAN / CELLS  # half a cell's diagonal, and something
+
+
+@cache
 def texture_table() -> np.ndarray:
     """(textures * CELLS * CELLS,) float32 in [0, 1]: the share of the second color."""
     x, y = _grid()
@@ -226,8 +236,8 @@ GROUNDS: dict[str, tuple[tuple[int, int, int], tuple[int, int, int], float, floa
 
 
 @cache
-def ground_table() -> np.ndarray:
-    """(grounds * CELLS * CELLS, 3) float32 RGB in 0..255, tileable."""
+def ground_planes() -> np.ndarray:
+    """(3, grounds * CELLS * CELLS) float32 RGB in 0..255, tileable."""
     rng = np.random.Generator(np.random.Philox(key=7))
     pictures = []
     for name, (dark, light, down, across) in GROUNDS.items():
@@ -236,10 +246,17 @@ def ground_table() -> np.ndarray:
             mix = 0.15 + 0.7 * _bricks() + 0.3 * (mix - 0.5)
         share = np.clip(mix, 0, 1)[..., None]
         pictures.append(np.array(dark) * (1 - share) + np.array(light) * share)
-    return np.stack(pictures).astype(np.float32).reshape(-1, 3)
+    return np.ascontiguousarray(np.stack(pictures).astype(np.float32).reshape(-1, 3).T)
 
 
 @cache
 def noise_table() -> np.ndarray:
     """(2**16,) float32 standard normal values: pixel noise is a window of it."""
     return np.random.Generator(np.random.Philox(key=5)).standard_normal(2**16).astype(np.float32)
+
+
+@cache
+def noise_windows(length: int) -> np.ndarray:
+    """(2**16, length): all windows of the table, which goes round; a view."""
+    table = noise_table()
+    return np.lib.stride_tricks.sliding_window_view(np.resize(table, len(table) + length - 1), length)

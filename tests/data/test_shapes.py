@@ -6,7 +6,7 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from softmoe.data import open_source
+from softmoe.data import open_source, shapes_draw
 from softmoe.data.shapes_classes import COMPANIONS, PAINTS, RELATIONS, SECONDS, SHAPES, TEXTURE_NAMES, compositions
 from softmoe.data.shapes_draw import compose, draw
 from softmoe.data.shapes_tables import OUTLINES, _grid
@@ -152,3 +152,13 @@ def test_golden():
 
 
 GOLDEN_MEAN = (121.485, 113.249, 104.180)
+
+
+@pytest.mark.parametrize("size", [8, 32, 50])
+def test_small_objects_are_drawn_where_they_are(size, monkeypatch):
+    """Painting an object only near its place gives the pixels of painting it all over the picture."""
+    chosen = np.array([compositions("all")[i % 392] for i in range(96)])
+    scenes = compose(chosen, key=4, indices=np.arange(96), clutter=0.8)
+    near = draw(scenes, size)
+    monkeypatch.setattr(shapes_draw, "_reach", lambda placed, size: np.full(len(placed.x), np.inf))
+    assert np.array_equal(near, draw(scenes, size))
