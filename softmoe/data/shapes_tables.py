@@ -195,7 +195,7 @@ def distance_table() -> np.ndarray:
 def radii_within(distance: float) -> float:
     """How far from the center, in radii, any outline may be within `distance` (in radii); infinite beyond the table."""
     x, y = _grid()
-    near = (distance_table().reshape(-1, CELLS, CELLS) < distance).any(0)
+    near = distance_table().reshape(-1, CELLS, CELLS).min(0) < distance
     if near[[0, -1]].any() or near[:, [0, -1]].any():
         return np.inf
     return float(np.hypot(x, y)[near].max()) + SPAN / CELLS  # half a cell's diagonal, and something
