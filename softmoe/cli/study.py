@@ -14,7 +14,7 @@ class Arguments:
     names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
     """Which, one or several; `softmoe study` lists them. They share the runs they have in common."""
     scale: Literal["tiny", "small", "paper"] = "small"
-    """tiny: seconds, on generated images; small: under a minute a run on one core; paper: as the paper did it."""
+    """tiny: seconds, on generated images; small: half a minute a run on one core; paper: as the paper did it."""
     data: str | None = None
     """Training data: a folder with train/CLASS/* and val/CLASS/*, or a source as in training."""
     transfer: str | None = None
@@ -25,6 +25,8 @@ class Arguments:
     """Runs, tables, figures and verdicts go here. What is done already is not done again."""
     jobs: int = 1
     """Runs at the same time, a process of one thread (and one GPU, if there are) each."""
+    collect: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Run nothing: write table, figure and verdict of what is done."""
     dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print the number of runs, FLOPs and time, and stop."""
 
@@ -44,13 +46,14 @@ def main(argv: list[str]) -> int:
     from softmoe.studies.store import Store
 
     check(a)
-    lab, store = make_lab(a.scale, source(a.data), a.seeds), Store(a.out, source(a.transfer))
+    transfer = source(a.transfer)
+    lab, store = make_lab(a.scale, source(a.data), a.seeds, transfer), Store(a.out, transfer)
     failed = False
     for study in studies:
         if a.dry_run:
             print(estimate(study, lab, store))
             continue
-        done = run_study(study, lab, store, jobs=a.jobs, say=lambda line: print(line, flush=True))
+        done = run_study(study, lab, store, jobs=a.jobs, collect=a.collect, say=lambda line: print(line, flush=True))
         if done.stopped:
             print("stopped; the same command goes on from here")
             return 130

@@ -12,7 +12,7 @@ import multiprocessing
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -38,10 +38,13 @@ class Done:
     stopped: bool = False
 
 
-def run_study(study: ModuleType, lab: Lab, store: Store, *, jobs: int = 1, say: Say = print) -> Done:
+def run_study(
+    study: ModuleType, lab: Lab, store: Store, *, jobs: int = 1, collect: bool = False, say: Say = print
+) -> Done:
+    """`collect` runs nothing: table, figure and verdict are those of what is done."""
     cells = list(study.cells(lab))
     folder = store.out / name_of(study)
-    pending = unfinished(cells, store)
+    pending = [] if collect else unfinished(cells, store)
     say(f"{name_of(study)}: {len(cells)} cells, {len(pending)} jobs to do")
     failures: dict[str, str] = {}
     try:
@@ -52,7 +55,7 @@ def run_study(study: ModuleType, lab: Lab, store: Store, *, jobs: int = 1, say: 
             write_results(folder, store.table(cells))
     except (Stopped, KeyboardInterrupt):
         return Done(store.table(cells), failures=failures, stopped=True)
-    table = store.table(cells)
+    table = complete(study, lab, store.table(cells))
     files = [write_results(folder, table)]
     if len(table):
         claims = list(study.claims(table))
@@ -61,11 +64,20 @@ def run_study(study: ModuleType, lab: Lab, store: Store, *, jobs: int = 1, say: 
     return Done(table, files=files, failures=failures)
 
 
+def complete(study: ModuleType, lab: Lab, table: Table) -> Table:
+    """With what the study computes itself: numbers of a run's folder (`measure`), and rows by formula (`rows`)."""
+    measure = getattr(study, "measure", None)
+    if measure is not None:
+        table = Table(tuple(replace(row, numbers=row.numbers | measure(row)) for row in table))
+    return Table((*table, *study.rows(lab))) if hasattr(study, "rows") else table
+
+
 def conclude(study: ModuleType, lab: Lab, table: Table, claims: list[Claim], folder: Path) -> list[Path]:
     """The figure and the verdict."""
     from softmoe.report.curves import save_png
 
     notes = [f"Scale {lab.scale}, {lab.seeds} seeds, data {lab.base.data.train}. Runs: results.csv."]
+    notes += study.notes(table) if hasattr(study, "notes") else []
     picture = save_png(study.figure(table, lab), folder / f"{name_of(study)}.png")
     return [picture, *write_verdict(folder, name_of(study), (study.__doc__ or "").strip(), claims, notes)]
 

@@ -49,7 +49,7 @@ def bars(axis: Any, names: Sequence[str], values: Sequence[float], halves: Seque
     axis.margins(x=0.15)
 
 
-def line(axis: Any, table: Table, x: str, number: str, *, log: bool = False, **style: Any) -> None:
+def line(axis: Any, table: Table, x: str, number: str, **style: Any) -> None:
     """Means over seeds with intervals, against a label."""
     xs, means, halves = [], [], []
     for value in sorted(table.distinct(x)):
@@ -60,25 +60,35 @@ def line(axis: Any, table: Table, x: str, number: str, *, log: bool = False, **s
             halves.append(found.half if np.isfinite(found.half) else 0.0)
     if xs:
         axis.errorbar(xs, means, yerr=halves, marker="o", ms=4, capsize=3, **style)
-    if log:
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(xs, [f"{value:g}" for value in xs])
-        axis.minorticks_off()
 
 
-def heat(axis: Any, grid: Mapping[tuple[Any, Any], float | None], x_label: str, y_label: str, form: str) -> None:
-    """A map of (column, row) -> value; what was not run is left white."""
+def powers(axis: Any, values: Sequence[float]) -> None:
+    """A logarithmic axis with these ticks."""
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(values, [f"{value:g}" for value in values])
+    axis.minorticks_off()
+
+
+def heat(
+    axis: Any,
+    grid: Mapping[tuple[Any, Any], float | None],
+    limits: tuple[float, float],
+    x_label: str,
+    y_label: str,
+    form: str,
+) -> None:
+    """A map of (column, row) -> value, colored between the limits; what was not run is left white."""
     columns = sorted({column for column, _ in grid})
     rows = sorted({row for _, row in grid})
     values = np.full((len(rows), len(columns)), np.nan)
     for (column, row), value in grid.items():
         if value is not None:
             values[rows.index(row), columns.index(column)] = value
-    picture = axis.imshow(values, cmap="viridis", aspect="auto")
-    middle = np.nanmean(picture.get_clim())
+    axis.imshow(values, cmap="viridis", aspect="auto", vmin=limits[0], vmax=limits[1])
+    middle = np.mean(limits)
     for (i, j), value in np.ndenumerate(values):
         if np.isfinite(value):
-            color = "white" if value < middle else "black"
+            color = "white" if value <= middle else "black"
             axis.text(j, i, format(value, form), ha="center", va="center", color=color, size=9)
     axis.set_xticks(range(len(columns)), [f"{c:g}" for c in columns])
     axis.set_yticks(range(len(rows)), [f"{r:g}" for r in rows])
@@ -101,19 +111,29 @@ def pareto(axis: Any, points: Mapping[str, Sequence[tuple[float, float]]], x_lab
         axis.scatter(*zip(*all_points, strict=True), s=14, color=color, alpha=0.35, lw=0)
         axis.plot(*zip(*frontier(all_points), strict=True), color=color, marker="o", ms=5, label=NAMES[router])
     axis.set_xscale("log")
+    round_ticks(axis)
     finish(axis, x_label, y_label)
+
+
+def round_ticks(axis: Any) -> None:
+    """1, 2, 5, 10, ... on a logarithmic axis, however short it is."""
+    from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator
+
+    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.xaxis.set_major_formatter(FormatStrFormatter("%g"))
+    axis.xaxis.set_minor_locator(NullLocator())
 
 
 def label(number: str, *, paper: bool = False) -> str:
     return PAPER_QUALITY[number] if paper else QUALITY[number]
 
 
-def said(axis: Any, text: str) -> None:
-    """The paper's words, where it prints no numbers."""
-    axis.text(0.02, 0.98, text, transform=axis.transAxes, va="top", size=8, color="#555", wrap=True)
+def said(drawing: Any, text: str) -> None:
+    """The paper's words above our figure, where it prints no numbers."""
+    drawing.suptitle(f"The paper: {text}", fontsize=9, color="#555555")
 
 
 __all__ = [
     "COLORS", "NAMES", "PAPER_QUALITY", "ROUTING", "bars", "finish", "frontier", "heat", "label", "line", "panels",
-    "pareto", "said",
+    "pareto", "powers", "round_ticks", "said",
 ]  # fmt: skip

@@ -126,7 +126,9 @@ class Timing:
     model: ModelSection
     image_size: int
     batch: int
-    seconds: float = 3.0
+    repeat: int = 0
+    """Measure again."""
+    seconds: float = 1.0
 
     @property
     def needs(self) -> Job | None:
@@ -137,7 +139,7 @@ class Timing:
         return self.model.resolve(100, self.image_size)
 
     def identity(self) -> dict[str, Any]:
-        return {"time": self.shape.to_dict(), "batch": self.batch, "seconds": self.seconds}
+        return {"time": self.shape.to_dict(), "batch": self.batch, "repeat": self.repeat}
 
     def flops(self) -> float:
         return 0.0

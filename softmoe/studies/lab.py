@@ -1,7 +1,7 @@
 """Where a study is done: the size of everything, the data, the seeds. A study asks it for settings and yields cells.
 
     tiny    three steps of a model that is hardly one, on `shapes`: to see that everything works, for tests
-    small   a transformer of width 32 that sees 64,000 images of 64 pixels: under a minute a run on one core
+    small   a transformer of width 32 that sees 32,000 images of 64 pixels: half a minute a run on one core
     paper   S/14 and S/16 at 224 pixels, 300,000 steps of 4,096 images, as in the paper: for --dry-run, or a data center
 
 Departures of `small` from the paper: soft logits start with a scale of 6 (with 1 every slot is the mean token for most
@@ -9,10 +9,11 @@ of so short a run, see docs/experiments.md), a cosine instead of a root, softmax
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar, get_args
 
 from softmoe.data import TransformConfig
+from softmoe.models import MoEConfig
 from softmoe.recipes import pretrain
 from softmoe.studies.jobs import Job, Training
 from softmoe.train import (
@@ -33,6 +34,8 @@ SCALES: tuple[ScaleName, ...] = get_args(ScaleName)
 GROUP = 32
 """Images that sparse routers route together: buffers of a few hundred tokens, as in the paper's groups."""
 
+DEFAULTS = {f.name: f.default for f in fields(MoEConfig) if f.name not in ("router", "num_experts")}
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -51,6 +54,8 @@ class Lab:
     seeds: int = 3
     soft: dict[str, Any] = field(default_factory=dict)
     """Settings of every learned soft router."""
+    transfer: str | None = None
+    """Data of other classes."""
 
     @property
     def image_size(self) -> int:
@@ -67,38 +72,38 @@ class Lab:
         return {"tiny": tiny, "small": small, "paper": paper}[self.scale]
 
     def config(self, router: str = "dense", *, peak: float | None = None, **changes: Any) -> TrainConfig:
-        """The base with this router and these settings of the model; of a setting only what the router uses is kept."""
+        """The base with this router and these settings of the model. Equal models come out as equal settings."""
         given: dict[str, Any] = {} if router == "dense" else {"router": router, "num_experts": self.tokens}
         if router in ("soft", "soft_uniform", "uniform_soft"):
             given |= self.soft
         if router in ("tokens_choice", "experts_choice"):
             given["group_size"] = min(GROUP, self.base.data.batch_size) * self.tokens
-        config = replace(self.base, model=replace(self.base.model, **(given | changes)))
+        set_anew = {key: value for key, value in (given | changes).items() if value != DEFAULTS.get(key, self)}
+        config = replace(self.base, model=replace(self.base.model, **set_anew))
         return config if peak is None else replace(config, schedule=replace(config.schedule, peak=peak))
-
-    def sized(self, width: int, **changes: Any) -> dict[str, Any]:
-        """Settings of a model of this width: the MLP is four times as wide, heads have the base's width or more."""
-        heads = self.base.model.resolve(None, self.image_size).heads
-        return {"width": width, "mlp_dim": 4 * width, "heads": heads} | changes
 
     def over_seeds(self, config: TrainConfig, **labels: Any) -> Iterator[Cell]:
         for seed in range(self.seeds):
             yield Cell(labels, seed, Training(replace(config, seed=seed)))
 
 
-def make_lab(scale: ScaleName, data: str | None = None, seeds: int | None = None) -> Lab:
+def wide(width: int) -> dict[str, Any]:
+    """The settings of a model of this width; its heads stay as many."""
+    return {"width": width, "mlp_dim": 4 * width}
+
+
+def make_lab(scale: ScaleName, data: str | None = None, seeds: int | None = None, transfer: str | None = None) -> Lab:
     """`data` is a source as in training; each scale has a default (`paper`'s is a stand-in to count FLOPs with)."""
     base = {"tiny": tiny_base, "small": small_base, "paper": paper_base}[scale]()
     if data is not None:
         base = replace(base, data=replace(base.data, train=data))
     soft = {} if scale == "paper" else {"scale_init": 6.0}
-    return Lab(scale, base, seeds or {"tiny": 1, "small": 3, "paper": 1}[scale], soft)
+    return Lab(scale, base, seeds or {"tiny": 1, "small": 3, "paper": 1}[scale], soft, transfer)
 
 
 def small_base() -> TrainConfig:
-    steps = 1000
     return TrainConfig(
-        steps=steps,
+        steps=500,
         model=ModelSection(name="vit_ti16", width=32, depth=4, heads=4, mlp_dim=128),
         data=DataSection(
             train="shapes?size=64",
@@ -107,10 +112,10 @@ def small_base() -> TrainConfig:
             transform=TransformConfig(image_size=64, crop="pad_crop", flip=True),
         ),
         optim=OptimSection(head_decay=0.05, kernel_decay=0.05, scale_decay=0.0, clip_norm=1.0),
-        schedule=ScheduleSection(kind="cosine", peak=6e-3, warmup=100),
+        schedule=ScheduleSection(kind="cosine", peak=6e-3, warmup=50),
         objective=ObjectiveSection(label_smoothing=0.1),
         evaluation=EvaluationSection(every=None),
-        checkpoint=CheckpointSection(every=500, keep_last=1, keep_best=False),
+        checkpoint=CheckpointSection(every=250, keep_last=1, keep_best=False),
         log=LogSection(every=25, quiet=True),
         threads=1,
     )

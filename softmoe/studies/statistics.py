@@ -10,7 +10,7 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over `count` seeds and how far it may lie from the truth; the half-width is infinite for one seed."""
+    """A mean over `count` seeds and how far it may lie from the truth: infinitely far for one seed; count 0: exact."""
 
     mean: float
     half: float
@@ -29,7 +29,11 @@ class Interval:
         largest = max(abs(self.mean), self.half if self.count > 1 else 0.0)
         digits = max(0, 2 - math.floor(math.log10(largest))) if largest else 0
         mean = f"{self.mean:+.{digits}f}"
-        return f"{mean} (one seed)" if self.count < 2 else f"{mean} ± {self.half:.{digits}f}"
+        return (
+            f"{mean} ({('by formula', 'one seed')[self.count]})"
+            if self.count < 2
+            else f"{mean} ± {self.half:.{digits}f}"
+        )
 
 
 def interval(values: Sequence[float], level: float = LEVEL) -> Interval | None:
@@ -38,6 +42,11 @@ def interval(values: Sequence[float], level: float = LEVEL) -> Interval | None:
     if count < 2:
         return Interval(values[0], math.inf, 1) if count else None
     return Interval(fmean(values), t_quantile(0.5 + level / 2, count - 1) * stdev(values) / math.sqrt(count), count)
+
+
+def exact(value: float) -> Interval:
+    """Of a formula."""
+    return Interval(value, 0.0, 0)
 
 
 def paired(a: Mapping[int, float], b: Mapping[int, float]) -> Interval | None:

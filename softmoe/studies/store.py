@@ -11,8 +11,8 @@ from softmoe.studies.results import Row, Table
 from softmoe.train.files import read_json, write_json
 
 SHOTS = 10
-EXAMPLES = 4000
-"""Training images of the transfer data that the shots are drawn from: about four times as many as are needed."""
+EXAMPLES = 2500
+"""Training images of the transfer data that the shots are drawn from: more than twice as many as are needed."""
 
 
 @dataclass(frozen=True)

@@ -52,11 +52,15 @@ def larger(larger_one: Table, other: Table, number: str, text: str, paper: str, 
     return Claim(text, larger_one.minus(other, number), paper, unit)
 
 
+def seeds(found: Interval) -> str:
+    return f", {found.count} seeds" if found.count > 1 else ""
+
+
 def write_verdict(folder: Path, title: str, story: str, claims: list[Claim], notes: list[str]) -> list[Path]:
     """verdict.md for people and verdict.json for programs."""
     lines = [("claim of the paper", "paper", "ours: mean difference, 95 % interval", "verdict")]
     for claim in claims:
-        ours = "-" if claim.found is None else f"{claim.found} {claim.unit}, {claim.found.count} seeds"
+        ours = "-" if claim.found is None else f"{claim.found} {claim.unit}{seeds(claim.found)}"
         lines.append((claim.text, claim.paper or "-", ours, claim.word))
     text = "\n\n".join([f"# {title}", story, aligned(lines), *notes]) + "\n"
     values = {"study": title, "claims": [claim.to_dict() for claim in claims], "notes": notes}

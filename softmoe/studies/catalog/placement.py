@@ -1,0 +1,84 @@
+"""In which blocks should the experts be?
+
+A fixed total of experts (one slot each for Soft MoE) in the last block, in two, in four; at the end or spread out.
+
+The paper (Appendix D, Tables 4 to 6; S/16, 512 experts): split over the last few blocks, about as many experts in each
+as there are tokens, is best for all three routers; spread over the depth is worse.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from softmoe.budget.paper import read_table
+from softmoe.studies.figures import COLORS, NAMES, bars, finish, label, panels
+from softmoe.studies.lab import Cell, Lab
+from softmoe.studies.results import Table
+from softmoe.studies.verdict import Claim, better
+
+ROUTERS = ("soft", "tokens_choice", "experts_choice")
+LAST, TWO_LAST, TWO_SPREAD = "last", "two last", "two spread"
+
+
+def places(lab: Lab) -> dict[str, tuple[int, ...]]:
+    return lab.pick(
+        tiny={LAST: (1,), TWO_LAST: (0, 1), TWO_SPREAD: (0,)},
+        small={
+            LAST: (3,),
+            "one before last": (2,),
+            TWO_LAST: (2, 3),
+            TWO_SPREAD: (1, 3),
+            "all": (0, 1, 2, 3),
+        },
+        paper={
+            LAST: (11,),
+            "one before last": (10,),
+            TWO_LAST: (10, 11),
+            TWO_SPREAD: (5, 11),
+            "four last": (8, 9, 10, 11),
+            "four spread": (2, 5, 8, 11),
+            "eight last": tuple(range(4, 12)),
+            "eight spread": (1, 2, 3, 4, 8, 9, 10, 11),
+        },
+    )
+
+
+def cells(lab: Lab) -> Iterator[Cell]:
+    total = lab.pick(tiny=8, small=32, paper=512)
+    for router in ROUTERS:
+        for name, blocks in places(lab).items():
+            config = lab.config(router, num_experts=total // len(blocks), blocks=blocks)
+            yield from lab.over_seeds(config, router=router, place=name, blocks=blocks)
+
+
+def claims(table: Table) -> Iterator[Claim]:
+    for router in table.distinct("router"):
+        rows = table.where(router=router)
+        for other in (LAST, TWO_SPREAD):
+            text = f"{NAMES[router]}: experts in the two last blocks are better than {other}"
+            paper = {number: f"{lead(router, other, number):+.1f} points" for number in ("top1", "10shot")}
+            yield from better(rows.where(place=TWO_LAST), rows.where(place=other), text, paper)
+
+
+def lead(router: str, other: str, number: str) -> float:
+    """The paper's difference; its rows stand in the order of `places`."""
+    column = {"top1": "jft_p_at_1_pct", "10shot": "in_10shot_pct"}[number]
+    values = [float(row[column]) for row in read_table(f"placement_{router}")]
+    return values[2] - values[{LAST: 0, TWO_SPREAD: 3}[other]]
+
+
+def figure(table: Table, lab: Lab) -> Any:
+    numbers = table.quality
+    drawing, axes = panels(len(numbers) + 1, len(ROUTERS), width=4.6, height=2.9)
+    for column, router in enumerate(ROUTERS):
+        rows = table.where(router=router)
+        for line, number in zip(axes, numbers, strict=False):
+            found = {p: i for p in rows.distinct("place") if (i := rows.where(place=p).interval(number)) is not None}
+            values, halves = [i.mean for i in found.values()], [i.half for i in found.values()]
+            bars(line[column], list(found), values, halves, COLORS[router])
+            finish(line[column], f"ours, {NAMES[router]}: {label(number)}", "")
+        printed = read_table(f"placement_{router}")
+        names = [f"{row['sparse_layers']} ({row['experts_per_layer']} each)" for row in printed]
+        values = [float(row["in_10shot_pct"]) for row in printed]
+        bars(axes[-1][column], names, values, [0.0] * len(values), "#888888")
+        finish(axes[-1][column], f"paper, S/16, {NAMES[router]}: ImageNet 10-shot (%)", "")
+    return drawing
