@@ -29,7 +29,7 @@ _HOME = {
     "hub": "softmoe.models.pretrained",
     "save_pretrained": "softmoe.models.pretrained",
 }
-_ROOMS = ("budget", "convert", "data", "evaluate", "inspection", "models", "moe")
+_ROOMS = ("budget", "convert", "data", "evaluate", "inference", "inspection", "models", "moe")
 
 __all__ = ["SoftMoE", "cost", "create_model", "from_pretrained", "hub", "list_models", "save_pretrained", "upcycle"]
 

@@ -41,6 +41,11 @@ def safe_instruction_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
     return "AVX512_CORE_FP16" if "avx512_fp16" in flags else "AVX512_CORE_BF16"
 
 
+def cache_folder() -> Path:
+    """Where things that can be made again are kept: $SOFTMOE_CACHE, or ~/.cache/softmoe."""
+    return Path(os.environ.get("SOFTMOE_CACHE") or Path.home() / ".cache" / "softmoe")
+
+
 @cache
 def bfloat16_works() -> bool:
     """Try a bfloat16 product in a child process: the crash it may cause must not be ours."""

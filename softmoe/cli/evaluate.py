@@ -32,6 +32,10 @@ class Arguments:
     workers: int = 0
     """Processes that read images."""
     device: str = "auto"
+    weights: Literal["float32", "float16", "bfloat16", "int8"] | None = None
+    """Prepare the model for fast inference, with its experts stored so."""
+    agreement: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """With --weights: also run the model as saved, and say how often both put the same class first."""
     classes: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print the table of classes."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -57,6 +61,8 @@ def main(argv: list[str]) -> int:
         batch_size=a.batch_size,
         workers=a.workers,
         device=a.device,
+        weights=a.weights,
+        agreement=a.agreement,
         progress=percent_on_terminal("evaluating"),
     )
     text = json.dumps(report, indent=2)
@@ -78,6 +84,8 @@ def table(report: dict[str, Any], *, classes: bool) -> str:
         ("calibration error", f"{numbers['calibration_error']:.4f}"),
         ("mean confidence", f"{numbers['confidence']:.2%}"),
     ]
+    if "agreement" in numbers:
+        rows.append(("agrees with saved weights", f"{numbers['agreement']:.2%}"))
     if report["unlabeled"]:
         rows.append(("left out: no label", str(report["unlabeled"])))
     if report["classes_matched_by"] == "number":

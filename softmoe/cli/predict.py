@@ -4,7 +4,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -34,6 +34,8 @@ class Arguments:
     workers: int = 0
     """Processes that read images."""
     device: str = "auto"
+    weights: Literal["float32", "float16", "bfloat16", "int8"] | None = None
+    """Prepare the model for fast inference, with its experts stored so."""
 
 
 def main(argv: list[str]) -> int:
@@ -45,7 +47,14 @@ def main(argv: list[str]) -> int:
     from softmoe.evaluate import predict
 
     predictions, unreadable = predict(
-        a.model, a.images, top=a.top, image_size=size, batch_size=a.batch_size, workers=a.workers, device=a.device
+        a.model,
+        a.images,
+        top=a.top,
+        image_size=size,
+        batch_size=a.batch_size,
+        workers=a.workers,
+        device=a.device,
+        weights=a.weights,
     )
     if a.json:
         bad = [{"image": image.name, "reason": image.reason} for image in unreadable]

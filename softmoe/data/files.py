@@ -13,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from softmoe.machine import cache_folder
+
 
 class Names:
     """A million strings as one buffer and one array of offsets: cheap to pickle, and a worker does not touch
@@ -66,11 +68,6 @@ def tar_members(path: Path) -> Iterator[tuple[str, int, int]]:
                 tar.members = []  # pyright: ignore[reportAttributeAccessIssue]  # tarfile keeps every member it has seen; we keep our own
     except tarfile.TarError as error:
         raise ValueError(f"The file {path} is not a readable tar ({error}); download or pack it again.") from error
-
-
-def cache_folder() -> Path:
-    """Where unpacked copies go: $SOFTMOE_CACHE, or ~/.cache/softmoe."""
-    return Path(os.environ.get("SOFTMOE_CACHE") or Path.home() / ".cache" / "softmoe")
 
 
 def unpacked(path: Path) -> Path:

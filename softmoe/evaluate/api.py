@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from softmoe.data import Batch, Source, evaluation_batches
-from softmoe.evaluate.classify import Loss, count, outputs_of
+from softmoe.evaluate.classify import Beside, Loss, count, outputs_of
 from softmoe.evaluate.features import Features, Progress, extract
 from softmoe.evaluate.fewshot import SHOTS, Protocol, few_shot
 from softmoe.evaluate.inputs import (
@@ -22,6 +22,7 @@ from softmoe.evaluate.inputs import (
 from softmoe.evaluate.knn import nearest_neighbors
 from softmoe.evaluate.linear_probe import linear_probe
 from softmoe.evaluate.prediction import Prediction, Unreadable, predict_files
+from softmoe.inference import Weights
 
 
 def evaluate(
@@ -36,13 +37,18 @@ def evaluate(
     batch_size: int = 128,
     workers: int = 0,
     device: str = "auto",
+    weights: Weights | None = None,
+    agreement: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Accuracy, loss and calibration of a saved model on data, with a row for every class, as plain values for JSON.
 
-    `labels` is a JSON file of labels to use instead of the data's, several per image (ReaL).
+    `labels` is a JSON file of labels to use instead of the data's, several per image (ReaL). `weights` prepares the
+    model for inference, with experts stored so; `agreement` also runs it as it was saved and counts how often both
+    put the same class first.
     """
-    loaded = load(model, device=device, image_size=image_size)
+    loaded = load(model, device=device, image_size=image_size, weights=weights)
+    judged = Beside(loaded.model, load(model, device=device).model) if agreement else loaded.model
     outputs = outputs_of(loaded.model)
     source = random_subset(open_data(data, split), examples)
     if labels is None:
@@ -60,10 +66,11 @@ def evaluate(
             if progress is not None:
                 progress(done, len(matched))
 
-    totals = count(loaded.model, watched(), loss=loss)
+    totals = count(judged, watched(), loss=loss)
     return {
         **_about(loaded, {data: matched}, split=split),
-        "numbers": totals.numbers(),
+        "weights": weights or "as saved",
+        "numbers": totals.numbers() | (judged.numbers() if isinstance(judged, Beside) else {}),
         "images": totals.images,
         "unlabeled": totals.unlabeled,
         "unreadable": [{"image": name, "reason": reason} for name, reason in broken],
@@ -129,11 +136,12 @@ def predict(
     batch_size: int = 64,
     workers: int = 0,
     device: str = "auto",
+    weights: Weights | None = None,
 ) -> tuple[list[Prediction], list[Unreadable]]:
     """The likeliest classes and the features of image files, folders and patterns; and what was unreadable."""
     names = [images] if isinstance(images, str | Path) else images
     paths = find_images([str(name) for name in names])
-    loaded = load(model, device=device, image_size=image_size)
+    loaded = load(model, device=device, image_size=image_size, weights=weights)
     found = list(predict_files(loaded, paths, top=top, batch_size=batch_size, workers=workers))
     return [p for p in found if isinstance(p, Prediction)], [u for u in found if isinstance(u, Unreadable)]
 

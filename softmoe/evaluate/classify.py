@@ -122,6 +122,25 @@ class Totals:
         ]
 
 
+class Beside(nn.Module):
+    """A model with another one beside it: gives the outputs of the first, and counts where the second agrees."""
+
+    def __init__(self, model: nn.Module, other: nn.Module):
+        super().__init__()
+        self.model, self.other = model, other
+        self.head = getattr(model, "head", None)
+        self.same, self.images = 0, 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits_BC, other_BC = self.model(images), self.other(images)
+        self.same += int((logits_BC.argmax(1) == other_BC.argmax(1)).sum())
+        self.images += len(images)
+        return logits_BC
+
+    def numbers(self) -> dict[str, float]:
+        return {"agreement": self.same / max(1, self.images)}
+
+
 def classification(
     model: nn.Module,
     batches: Iterable[Batch],

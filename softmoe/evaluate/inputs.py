@@ -14,6 +14,7 @@ from softmoe.data import BrokenImage, Example, Source, Transform, TransformConfi
 from softmoe.data.decode import decode
 from softmoe.data.folder import IMAGE_SUFFIXES
 from softmoe.data.source import MinSide, fingerprint
+from softmoe.inference import Weights, prepare
 from softmoe.models import VisionTransformer
 from softmoe.models.pretrained import Preprocessing, SavedModel, load_saved, open_saved
 
@@ -37,15 +38,23 @@ class Loaded:
         return self.saved.classes or tuple(f"class {i}" for i in range(count))
 
 
-def load(where: str | Path, *, device: str = "auto", image_size: int | tuple[int, int] | None = None) -> Loaded:
-    """The saved model, run or Hub id; at another resolution if asked."""
+def load(
+    where: str | Path,
+    *,
+    device: str = "auto",
+    image_size: int | tuple[int, int] | None = None,
+    weights: Weights | None = None,
+) -> Loaded:
+    """The saved model, run or Hub id; at another resolution, and prepared for inference with `weights`, if asked."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     saved = open_saved(where)
     p = saved.preprocessing
     if image_size is not None:
         p = replace(p, image_size=(image_size, image_size) if isinstance(image_size, int) else image_size)
-    return Loaded(load_saved(saved, device), saved, p)
+    if weights is None:
+        return Loaded(load_saved(saved, device), saved, p)
+    return Loaded(prepare(load_saved(saved, device, dtype=torch.float32), weights), saved, p)
 
 
 def evaluation_transform(p: Preprocessing) -> Transform:

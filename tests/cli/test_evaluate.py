@@ -162,3 +162,25 @@ def test_from_python(model, data):
     """One line gives the same numbers."""
     report = softmoe.evaluate.evaluate(model, str(data))
     assert report["numbers"]["top1"] == 1.0
+
+
+def test_prepared_weights(data, tmp_path, capsys):
+    """`--weights` evaluates the prepared model; `--agreement` says how often it chooses as the saved one does."""
+    made = create_model("soft_ti8_2e", image_size=16, width=8, heads=2, mlp_dim=8, depth=2, num_classes=2)
+    torch.nn.init.normal_(made.head.weight)
+    softmoe.save_pretrained(made, tmp_path / "soft", classes=["dark", "light"])
+    assert main(["evaluate", str(tmp_path / "soft"), str(data), "--weights", "float32", "--agreement"]) == 0
+    assert "agrees with saved weights  100.00%" in capsys.readouterr().out
+    reports = []
+    for options in ([], ["--weights", "float16"]):
+        assert main(["evaluate", str(tmp_path / "soft"), str(data), "--json", *options]) == 0
+        reports.append(json.loads(capsys.readouterr().out))
+    assert [report["weights"] for report in reports] == ["as saved", "float16"]
+    assert reports[1]["numbers"]["loss"] == pytest.approx(reports[0]["numbers"]["loss"], rel=1e-3)
+    assert "agreement" not in reports[1]["numbers"]
+
+
+def test_a_dense_model_has_no_experts_to_store(model, data, capsys):
+    """Asking for int8 where there is nothing to store so is an error, not silence."""
+    assert main(["evaluate", str(model), str(data), "--weights", "int8"]) == 2
+    assert "no experts" in capsys.readouterr().err

@@ -121,3 +121,16 @@ def test_from_python(model, images):
     predictions, unreadable = softmoe.evaluate.predict(model, images, top=1)
     assert [len(p.top) for p in predictions] == [1, 1]
     assert [u.name for u in unreadable] == [str(images / "b.jpg")]
+
+
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+def test_prepared_weights(weights, model, images, capsys):
+    """`--weights` gives the same classes, with nearly the same probabilities."""
+    said = []
+    for options in ([], ["--weights", weights]):
+        assert main(["predict", str(model), str(images), "--json", *options]) == 0
+        said.append(json.loads(capsys.readouterr().out)["predictions"])
+    for plain, prepared in zip(*said, strict=True):
+        assert [c["class"] for c in prepared["classes"]] == [c["class"] for c in plain["classes"]]
+        shares = [[c["probability"] for c in row["classes"]] for row in (prepared, plain)]
+        assert shares[0] == pytest.approx(shares[1], abs=2e-2)

@@ -1,0 +1,31 @@
+"""Experts whose weights are packed for inference.
+
+Letters: N experts, S rows per expert, D width, H hidden width.
+"""
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from softmoe.inference.packed import PackedLinear, Weights
+from softmoe.moe import Experts
+from softmoe.moe.experts import ACTIVATIONS
+
+
+class PreparedExperts(nn.Module):
+    """(N, S, D) -> (N, S, D), as `Experts` in evaluation mode, from weights of fewer bits."""
+
+    def __init__(self, experts: Experts, weights: Weights):
+        super().__init__()
+        N, D, H = experts.num_experts, experts.dim, experts.hidden_dim
+        self.dim, self.hidden_dim, self.num_experts = D, H, N
+        self.activation = experts.activation
+        self.first = PackedLinear(lambda n: experts.w1[n], (N, D, H), experts.b1, weights)
+        self.second = PackedLinear(lambda n: experts.w2[n].T, (N, H, D), experts.b2, weights)
+
+    def forward(self, x_NSD: Tensor) -> Tensor:
+        if x_NSD.ndim != 3 or x_NSD.shape[0] != self.num_experts or x_NSD.shape[2] != self.dim:
+            raise ValueError(
+                f"expected slots of shape ({self.num_experts}, rows, {self.dim}), got {tuple(x_NSD.shape)}"
+            )
+        active_NSH = F.gelu(self.first(x_NSD), approximate=ACTIVATIONS[self.activation])
+        return self.second(active_NSH)

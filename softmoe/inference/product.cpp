@@ -1,0 +1,141 @@
+// y[n] = (x[n] @ w[n]) * scale[n] + bias[n] for stacked matrices whose weights are stored in few bits.
+//
+// Letters: N matrices, S rows, K inputs, C outputs. x is (N, S, K), y is (N, S, C), both float32. The weights lie in
+// panels of 64 outputs, (N, ceil(C / 64), K, 64), so that each panel is one stream through memory. They become float32
+// in registers, where up to six rows share each of them: with few rows the time is that of reading the weights, with
+// many that of the multiplications. Nothing is ever unpacked into memory.
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int LANES = 16, VECTORS = 4, PANEL = LANES * VECTORS, ROWS = 6;
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef int8_t Bytes __attribute__((vector_size(16)));
+
+struct Float16 { uint16_t bits; };
+struct BFloat16 { uint16_t bits; };
+
+inline Floats load(const float* p) {
+    Floats values;
+    std::memcpy(&values, p, sizeof values);
+    return values;
+}
+
+inline Floats load(const BFloat16* p) {
+    Halves bits;
+    std::memcpy(&bits, p, sizeof bits);
+    Words words = __builtin_convertvector(bits, Words) << 16;
+    Floats values;
+    std::memcpy(&values, &words, sizeof values);
+    return values;
+}
+
+// Compilers turn the portable forms below into long sequences; where the processor has one instruction, it is named.
+inline Floats load(const Float16* p) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__) && defined(__F16C__)
+    const __m128i* q = (const __m128i*)p;
+    __m256 both[2] = {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
+    Floats values;
+    std::memcpy(&values, both, sizeof values);
+    return values;
+#else
+    // Exponent and fraction move into place; the factor mends the exponent's bias, and subnormal numbers with it.
+    Halves bits;
+    std::memcpy(&bits, p, sizeof bits);
+    Words wide = __builtin_convertvector(bits, Words);
+    Words words = ((wide & 0x7fff) << 13) | ((wide & 0x8000) << 16);
+    Floats values;
+    std::memcpy(&values, &words, sizeof values);
+    return values * 0x1p112f;
+#endif
+}
+
+inline Floats load(const int8_t* p) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(__AVX2__)
+    __m256 both[2] = {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))),
+                      _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8))))};
+    Floats values;
+    std::memcpy(&values, both, sizeof values);
+    return values;
+#else
+    Bytes bytes;
+    std::memcpy(&bytes, p, sizeof bytes);
+    return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats);
+#endif
+}
+
+// R rows of x against one panel. scale may be null; only `width` outputs of the panel are real.
+template <int R, class W>
+void tile(const float* x, const W* panel, int64_t K, const float* scale, const float* bias, float* y, int64_t C,
+          int width) {
+    Floats sums[R][VECTORS] = {};
+    for (int64_t k = 0; k < K; k++) {
+        Floats weights[VECTORS];
+        for (int v = 0; v < VECTORS; v++) weights[v] = load(panel + k * PANEL + v * LANES);
+        for (int r = 0; r < R; r++) {
+            const float value = x[r * K + k];
+            for (int v = 0; v < VECTORS; v++) sums[r][v] += weights[v] * value;
+        }
+    }
+    for (int r = 0; r < R; r++) {
+        float row[PANEL];
+        std::memcpy(row, sums[r], sizeof row);
+        for (int c = 0; c < width; c++) y[r * C + c] = row[c] * (scale ? scale[c] : 1.0f) + bias[c];
+    }
+}
+
+template <class W>
+void rows(int count, const float* x, const W* panel, int64_t K, const float* scale, const float* bias, float* y,
+          int64_t C, int width) {
+    switch (count) {
+        case 1: return tile<1>(x, panel, K, scale, bias, y, C, width);
+        case 2: return tile<2>(x, panel, K, scale, bias, y, C, width);
+        case 3: return tile<3>(x, panel, K, scale, bias, y, C, width);
+        case 4: return tile<4>(x, panel, K, scale, bias, y, C, width);
+        case 5: return tile<5>(x, panel, K, scale, bias, y, C, width);
+        case 6: return tile<6>(x, panel, K, scale, bias, y, C, width);
+    }
+}
+
+template <class W>
+void product(const float* x, const W* w, const float* scale, const float* bias, float* y, int64_t N, int64_t S,
+             int64_t K, int64_t C, int threads) {
+    const int64_t panels = (C + PANEL - 1) / PANEL, tiles = (S + ROWS - 1) / ROWS;
+#pragma omp parallel for collapse(2) schedule(dynamic, 2) num_threads(threads)
+    for (int64_t n = 0; n < N; n++) {
+        for (int64_t p = 0; p < panels; p++) {
+            const int64_t first = p * PANEL, start = n * C + first;
+            const int width = (int)(C - first < PANEL ? C - first : PANEL);
+            for (int64_t t = 0; t < tiles; t++) {  // tiles of rows as even as can be
+                const int64_t top = t * S / tiles, bottom = (t + 1) * S / tiles;
+                rows((int)(bottom - top), x + (n * S + top) * K, w + (n * panels + p) * K * PANEL, K,
+                     scale ? scale + start : nullptr, bias + start, y + (n * S + top) * C + first, C, width);
+            }
+        }
+    }
+}
+
+}  // namespace
+
+#define EXPORT(NAME, TYPE)                                                                                         \
+    extern "C" void NAME(const float* x, const void* w, const float* scale, const float* bias, float* y, int64_t N, \
+                         int64_t S, int64_t K, int64_t C, int threads) {                                           \
+        product<TYPE>(x, (const TYPE*)w, scale, bias, y, N, S, K, C, threads);                                     \
+    }
+
+EXPORT(product_float32, float)
+EXPORT(product_float16, Float16)
+EXPORT(product_bfloat16, BFloat16)
+EXPORT(product_int8, int8_t)
