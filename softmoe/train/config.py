@@ -126,6 +126,11 @@ class OptimSection:
     """The learning rate of each block is this much of that of the block above it; None is the same for all."""
     clip_norm: float | None = 1.0
     """Largest global norm of the gradient; None does not clip."""
+    states: Literal["float32", "bfloat16"] = "float32"
+    """What AdamW's moments are kept in; bfloat16 takes half of their memory."""
+    in_backward: bool = False
+    """Update parameters during the backward pass, so that never all gradients are there at once. Needs clip_norm None
+    and accumulate 1: the norm of the whole gradient is known only after the pass."""
 
 
 @dataclass(frozen=True)
@@ -269,6 +274,13 @@ class TrainConfig:
             raise ValueError(f"ema must be in [0, 1), got {self.ema}")
         if not 0.0 <= self.objective.label_smoothing < 1.0:
             raise ValueError(f"objective.label_smoothing must be in [0, 1), got {self.objective.label_smoothing}")
+        if self.optim.states != "float32" and self.optim.name != "adamw":
+            raise ValueError(f"optim.states is for adamw, but optim.name is {self.optim.name}")
+        if self.optim.in_backward and (self.optim.clip_norm is not None or self.accumulate > 1):
+            raise ValueError(
+                "optim.in_backward updates before the whole gradient is known: set optim.clip_norm to None and "
+                f"accumulate to 1, not {self.optim.clip_norm} and {self.accumulate}"
+            )
         decay = self.optim.layer_decay
         if decay is not None and not 0.0 < decay <= 1.0:
             raise ValueError(f"optim.layer_decay must be above 0 and at most 1, got {decay}")

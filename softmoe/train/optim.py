@@ -10,6 +10,7 @@ import re
 import torch
 from torch import Tensor, nn
 
+from softmoe.train.adamw import CompactAdamW
 from softmoe.train.config import OptimSection
 
 BLOCK = re.compile(r"^encoder\.blocks\.(\d+)\.")
@@ -23,7 +24,10 @@ def make_optimizer(model: nn.Module, config: OptimSection) -> torch.optim.Optimi
     groups = parameter_groups(model, config)
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=0.0, momentum=config.momentum)
-    return torch.optim.AdamW(groups, lr=0.0, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    betas = (config.beta1, config.beta2)
+    if config.states == "bfloat16":
+        return CompactAdamW(groups, lr=0.0, betas=betas, eps=config.eps)
+    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.eps, fused=True)
 
 
 def parameter_groups(model: nn.Module, config: OptimSection) -> list[dict]:
@@ -84,7 +88,7 @@ def gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def clip_by_global_norm(grads: list[Tensor], max_norm: float | None) -> Tensor:
     """Scale all gradients so that their joint norm is at most `max_norm`, with no epsilon; returns the norm before."""
     norm = torch.nn.utils.get_total_norm(grads)
-    if max_norm is not None:
+    if max_norm is not None and norm > max_norm:
         torch._foreach_mul_(grads, (max_norm / norm).clamp(max=1.0))  # pyright: ignore[reportPrivateImportUsage]
     return norm
 

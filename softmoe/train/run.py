@@ -15,6 +15,7 @@ from softmoe.train.config import TrainConfig
 from softmoe.train.evaluation import Evaluator, classify
 from softmoe.train.folder import RunFolder
 from softmoe.train.health import HealthWatch
+from softmoe.train.in_backward import InBackward
 from softmoe.train.metrics import MetricsFile
 from softmoe.train.objectives import Objective, make_objective
 from softmoe.train.optim import make_optimizer
@@ -53,6 +54,8 @@ class Run:
     """The model, or its compiled form; same weights."""
     average: Average | None
     optimizer: torch.optim.Optimizer
+    in_backward: InBackward | None
+    """Where the optimizer does its work during the backward pass."""
     schedule: Schedule
     objective: Objective
     evaluators: Mapping[str, Evaluator]
@@ -105,14 +108,17 @@ def build(
     model = team.spread(make)
     twin = team.spread(make) if team.world > 1 and config.ema is not None else None
     tap = RoutingTap(model)  # before compiling, which looks at the hooks
+    average = None if config.ema is None else Average(model, config.ema, twin)  # a copy, before any hook
+    optimizer = make_optimizer(model, config.optim)
     return Run(
         config=config,
         folder=folder,
         data=data,
         model=model,
         forward=torch.compile(model) if config.compile else model,  # pyright: ignore[reportArgumentType]
-        average=None if config.ema is None else Average(model, config.ema, twin),
-        optimizer=make_optimizer(model, config.optim),
+        average=average,
+        optimizer=optimizer,
+        in_backward=InBackward(optimizer) if config.optim.in_backward else None,
         schedule=make_schedule(config.schedule, config.steps),
         objective=objective or make_objective(config.objective),
         evaluators=evaluators or {"val": lambda m, batches: classify(m, batches, config.objective.loss)},

@@ -21,11 +21,15 @@ def train_step(run: Run, batch: Any, *, keep_routing: bool = False) -> tuple[flo
     run.model.train()
     run.optimizer.zero_grad(set_to_none=True)
     loss, auxiliary = forward_backward(run, batch)
-    norm = run.team.clip(gradients(run.optimizer), config.optim.clip_norm)
+    if run.in_backward is None:
+        norm = run.team.clip(gradients(run.optimizer), config.optim.clip_norm)
+    else:
+        norm = run.in_backward.finish()
     values = run.team.mean(torch.stack([loss.double(), auxiliary.double(), norm.double()])).tolist()  # the one wait
     done.step += 1
     if math.isfinite(values[0]) and math.isfinite(values[2]):
-        run.optimizer.step()
+        if run.in_backward is None:
+            run.optimizer.step()
         if run.average is not None:
             run.average.update()
         done.loss_sum += values[0]
@@ -53,7 +57,8 @@ def forward_backward(run: Run, batch: Any) -> tuple[Tensor, Tensor]:
         if auxiliary is not None:
             auxiliary = run.config.objective.auxiliary_weight * auxiliary
             loss = loss + auxiliary
-        (loss / len(parts)).backward()
+        if run.in_backward is None or loss.isfinite():  # such a loss must not reach the weights
+            (loss / len(parts)).backward()
         losses.append(loss.detach())
         auxiliaries.append(torch.zeros_like(losses[-1]) if auxiliary is None else auxiliary.detach())
     return torch.stack(losses).mean(), torch.stack(auxiliaries).mean()
