@@ -53,9 +53,9 @@ def speed_cells(lab: Lab) -> Iterator[Cell]:
                 config = place(finer, router, experts, rows)
                 if config is not None:
                     labels = {"what": "speed", "router": router, "experts": experts, "rows": rows}
-                    batch = min(64, lab.base.data.batch_size)
+                    batch, seconds = min(64, lab.base.data.batch_size), lab.pick(tiny=0.05, small=1.0, paper=10.0)
                     for repeat in range(lab.seeds):
-                        yield Cell(labels, repeat, Timing(config.model, lab.image_size, batch, repeat))
+                        yield Cell(labels, repeat, Timing(config.model, lab.image_size, batch, repeat, seconds))
 
 
 def place(lab: Lab, router: str, experts: int, rows: int) -> TrainConfig | None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from softmoe.budget.paper import read_table
-from softmoe.studies.figures import COLORS, finish, label, panels
+from softmoe.studies.figures import COLORS, finish, label, panels, round_ticks
 from softmoe.studies.lab import Cell, Lab, wide
 from softmoe.studies.results import Table
 from softmoe.studies.statistics import exact
@@ -48,17 +48,19 @@ def figure(table: Table, lab: Lab) -> Any:
         for row in read_table("long_runs"):
             point = float(row["eval_gflop_per_img"]), float(row[PAPER_COLUMNS[number]])
             axes[0][column].plot(*point, "o", color=COLORS["dense" if row["routing"] == "Dense" else "soft"])
-            axes[0][column].annotate(f"{row['model']}, {row['train_steps']}", point, fontsize=7)
+            axes[0][column].annotate(
+                f"{row['model']}, {row['train_steps']}", point, xytext=(0, 5), textcoords="offset points", fontsize=7
+            )
         for model, color in ((SMALL_SOFT, "soft"), (SMALL_DENSE, "dense"), (LARGE, "dense")):
             found, x = table.where(model=model).interval(number), table.where(model=model).mean("mflops")
             if found is not None and x is not None:
                 half = found.half if found.count > 1 else 0.0
                 axes[1][column].errorbar([x], [found.mean], yerr=[half], fmt="o", capsize=3, color=COLORS[color])
-                axes[1][column].annotate(model, (x, found.mean), fontsize=8)
+                axes[1][column].annotate(model, (x, found.mean), xytext=(0, 5), textcoords="offset points", fontsize=8)
         finish(axes[0][column], "paper: inference GFLOP / image", label(number, paper=True))
         finish(axes[1][column], "ours: inference MFLOP / image", label(number))
         for axis in axes[:, column]:
             axis.set_xscale("log")
             axis.margins(x=0.35)
-            axis.minorticks_off()
+            round_ticks(axis)
     return drawing

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from softmoe.budget.paper import read_table
-from softmoe.studies.figures import COLORS, NAMES, PAPER_QUALITY, finish, label, panels
+from softmoe.studies.figures import COLORS, NAMES, PAPER_QUALITY, finish, label, panels, round_ticks
 from softmoe.studies.jobs import Branch, Training
 from softmoe.studies.lab import Cell, Lab
 from softmoe.studies.results import Table
@@ -57,7 +57,9 @@ def figure(table: Table, lab: Lab) -> Any:
                 same = [row for row in rows if row["model"] == backbone]
                 points = sorted((float(r["train_exaflop"]), float(r[PAPER_COLUMNS[number]])) for r in same)
                 axes[0][column].plot(*zip(*points, strict=True), color=COLORS[router], marker="o")
-                axes[0][column].annotate(backbone.split(" ", 1)[1], points[-1], fontsize=7)
+                axes[0][column].annotate(
+                    backbone.removeprefix("Soft MoE ").removeprefix("ViT "), points[-1], fontsize=7
+                )
             ours = table.where(router=router)
             lengths = [ours.where(length=length) for length in ours.distinct("length")]
             xs = [t.mean("tflops") for t in lengths]
@@ -66,6 +68,7 @@ def figure(table: Table, lab: Lab) -> Any:
             halves = [i.half if i.count > 1 else 0.0 for i in found if i is not None]
             axes[1][column].errorbar(xs, means, yerr=halves, capsize=3, **style)
         axes[0][column].set_xscale("log")
+        round_ticks(axes[0][column])
         finish(axes[0][column], "paper: training exaFLOP", PAPER_QUALITY[number])
         finish(axes[1][column], "ours: training TFLOPs", label(number))
         axes[1][column].legend(frameon=False, fontsize=8)
