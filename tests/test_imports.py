@@ -24,7 +24,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     **dict.fromkeys(("studies", "recipes", "bench", "report", "cli"), ALL),
 }
 FREE = {"machine", "timm", "__init__", "__main__"}  # machine.py serves everyone; the package's fronts see all rooms
-OPTIONAL = ("matplotlib", "simplejpeg", "datasets", "sklearn", "tensorboard", "wandb", "pandas", "torchvision", "timm")
+OPTIONAL = (
+    "tokenizers",
+    "sentencepiece",
+    "matplotlib",
+    "simplejpeg",
+    "datasets",
+    "sklearn",
+    "tensorboard",
+    "wandb",
+    "pandas",
+    "torchvision",
+    "timm",
+)
 
 
 def files() -> list[Path]:

@@ -16,10 +16,14 @@ COMMANDS = {
     "predict": "the likeliest classes of images in files",
     "quickstart": "train a small Soft MoE and its dense twin, and compare them",
     "report": "one page for one or several runs",
+    "retrieve": "the right captions for images and the right image for captions, recall at 1, 5, 10",
+    "search": "the images that a sentence describes best, as a page",
     "soup": "average the weights of several fine-tuned models",
     "study": "one of the paper's experiments: runs, figure and verdict",
+    "tokenizer": "learn a tokenizer from captions",
     "train": "train a model from a recipe",
     "upcycle": "make a model with experts from a dense one",
+    "zeroshot": "accuracy of two towers that know the classes by name only",
 }
 
 

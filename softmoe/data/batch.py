@@ -6,6 +6,7 @@ makes the batch, nor on how many there are, nor on what was made before.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 from softmoe.data.decode import BrokenImage
+from softmoe.data.hashing import GOLDEN, mix64
 from softmoe.data.mixup import mixup, mixup_weights
 from softmoe.data.order import check_batch, order
 from softmoe.data.source import Example, Source
@@ -27,9 +29,11 @@ class Batch:
     """B images and what is known about them.
 
     images    (B, 3, H, W) float32 in [-1, 1]
-    labels    (B,) int64, -1 where the source has no classes; or (B, C) float32: multi-hot, or blended by
-    mixup indices   (B,) int64, which examples of the source these are captions  for each image, its sentences
+    labels    (B,) int64, -1 where the source has no classes; or (B, C) float32: multi-hot, or blended by mixup
+    indices   (B,) int64, which examples of the source these are
+    captions  for each image, its sentences
     broken    (name, reason) of images that could not be read; others stand in their place in training
+    draws     (B,) int64, in training where images have several captions: a random number that chooses one
     """
 
     images: torch.Tensor
@@ -37,6 +41,7 @@ class Batch:
     indices: torch.Tensor
     captions: tuple[tuple[str, ...], ...] = ()
     broken: tuple[tuple[str, str], ...] = ()
+    draws: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.images)
@@ -75,11 +80,22 @@ class TrainBatches:
             return generator(self.seed, step, places[k], _REPLACE).integers(0, length, _REPLACEMENTS)
 
         batch = _assemble(self.source, self.transform, indices, rngs, replace)
+        batch = with_draws(batch, self.seed, step, first)
         if not self.transform.config.mixup:
             return batch
         weights = mixup_weights(self.transform.config.mixup, generator(self.seed, step, 0, _MIXUP))
         images, labels = mixup(batch.images, soft_labels(batch.labels, len(self.source.classes)), weights)
-        return Batch(images, labels, batch.indices, batch.captions, batch.broken)
+        return dataclasses.replace(batch, images=images, labels=labels)
+
+
+def with_draws(batch: Batch, seed: int, step: int, first: int) -> Batch:
+    """The batch with its draws, if a caption is to be chosen. `first` is the place of its first image in the whole."""
+    if all(len(captions) < 2 for captions in batch.captions):
+        return batch
+    places = np.arange(first, first + len(batch), dtype=np.uint64)
+    key_of_seed, key_of_step = mix64(np.array([[seed % 2**64], [step]], dtype=np.uint64) + GOLDEN)
+    draws = mix64(mix64(key_of_seed + key_of_step * GOLDEN) + places * GOLDEN) >> np.uint64(2)
+    return dataclasses.replace(batch, draws=torch.from_numpy(draws.astype(np.int64)))
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,11 @@ applies. The split "val" is the set's `validation`, or its `test` if it has none
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from softmoe.data.decode import BrokenImage, decode
 from softmoe.data.source import Example, MinSide, fingerprint
@@ -45,11 +48,17 @@ class HfSource:
             data = stored.get("bytes") or Path(stored["path"]).read_bytes()
         except (OSError, TypeError) as error:
             raise BrokenImage(name, str(error)) from error
-        captions = row[self._caption] if self._caption else ()
-        sentences = (captions,) if isinstance(captions, str) else tuple(captions)
+        sentences = _sentences(row[self._caption] if self._caption else ())
         return Example(
             decode(data, name, min_side), _labels(row[self._label] if self._label else None), sentences, name
         )
+
+    def read_captions(self, indices: Sequence[int] | np.ndarray) -> list[tuple[str, ...]]:
+        """Without the images."""
+        if self._caption is None:
+            return [() for _ in indices]
+        rows = self._rows.select_columns([self._caption])[[int(index) for index in indices]]
+        return [_sentences(value) for value in rows[self._caption]]
 
 
 def open_hf(
@@ -102,6 +111,10 @@ def _class_names(rows: Any, label: str | None, kind: Any) -> list[str]:
         return list(inner.names)
     largest = max((max(_labels(value), default=-1) for value in rows[label]), default=-1)
     return [str(i) for i in range(largest + 1)]
+
+
+def _sentences(value: Any) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value or ())
 
 
 def _labels(value: Any) -> tuple[int, ...]:

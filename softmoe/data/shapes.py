@@ -66,7 +66,7 @@ class ShapesSource:
         labels = rows % len(self.classes)
         scenes = compose(self._table[labels], self._key, rows, self.clutter)
         pictures = draw(scenes, self.size)
-        wording = (uniforms(self._key ^ 0x5EED, rows, 1)[:, 0] * 2**20).astype(int)
+        wording = self._wording(rows)
         return [
             Example(
                 pictures[k],
@@ -76,6 +76,16 @@ class ShapesSource:
             )
             for k, i in enumerate(rows.tolist())
         ]
+
+    def read_captions(self, indices: Sequence[int] | np.ndarray) -> list[tuple[str, ...]]:
+        """Without drawing the scenes."""
+        rows = np.asarray(indices, dtype=np.int64)
+        labels, wording = rows % len(self.classes), self._wording(rows)
+        scenes = compose(self._table[labels], self._key, rows, self.clutter)
+        return [self._captions(scenes, labels, k, int(wording[k])) for k in range(len(rows))]
+
+    def _wording(self, rows: np.ndarray) -> np.ndarray:
+        return (uniforms(self._key ^ 0x5EED, rows, 1)[:, 0] * 2**20).astype(int)
 
     def _name(self, index: int) -> str:
         return f"shapes/{self.split}/{index}"

@@ -18,7 +18,7 @@ from __future__ import annotations
 import glob
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -91,13 +91,22 @@ class WdsSource:
     def read(self, index: int, min_side: MinSide = None) -> Example:
         shard = self._shards[self._shard[index]]
         name = f"{self._titles[self._shard[index]]}/{self._keys[index]}"
-        image, facts, text = (shard.read(int(o), int(n)) if n else b"" for o, n in self._spans[index])
-        captions = tuple(line.strip() for line in text.decode("utf-8", "replace").splitlines() if line.strip())
-        if facts and not captions:
-            captions = _caption_facts(facts)
+        offset, size = self._spans[index, 0]
+        image = shard.read(int(offset), int(size)) if size else b""
+        captions = self._captions(index)
         start = int(self._label_ends[index - 1]) if index else 0
         labels = tuple(self._labels[start : int(self._label_ends[index])].tolist())
         return Example(decode(image, name, min_side), labels, captions, name)
+
+    def read_captions(self, indices: Sequence[int] | np.ndarray) -> list[tuple[str, ...]]:
+        """Without decoding the images."""
+        return [self._captions(int(index)) for index in indices]
+
+    def _captions(self, index: int) -> tuple[str, ...]:
+        shard = self._shards[self._shard[index]]
+        facts, text = (shard.read(int(o), int(n)) if n else b"" for o, n in self._spans[index, 1:])
+        lines = tuple(line.strip() for line in text.decode("utf-8", "replace").splitlines() if line.strip())
+        return lines if lines or not facts else _caption_facts(facts)
 
 
 def open_wds(

@@ -1,4 +1,5 @@
-"""Model and data -> named numbers: accuracy, few-shot, nearest neighbors, linear probe, prediction."""
+"""Model and data -> named numbers: accuracy, few-shot, nearest neighbors, linear probe, prediction; and with texts
+zero-shot, retrieval, search."""
 
 from softmoe.evaluate.api import evaluate, predict
 from softmoe.evaluate.classify import Totals, classification, count
@@ -6,6 +7,10 @@ from softmoe.evaluate.features import Features, extract
 from softmoe.evaluate.fewshot import FewShotResult, few_shot
 from softmoe.evaluate.inputs import Loaded, evaluation_transform, find_images, load, open_data
 from softmoe.evaluate.prediction import Prediction, Unreadable, predict_files
+from softmoe.evaluate.retrieval import retrieve
+from softmoe.evaluate.search import search
+from softmoe.evaluate.towers import Towers, load_towers
+from softmoe.evaluate.zeroshot import zeroshot
 
 __all__ = [
     "Features",
@@ -13,6 +18,7 @@ __all__ = [
     "Loaded",
     "Prediction",
     "Totals",
+    "Towers",
     "Unreadable",
     "classification",
     "count",
@@ -22,7 +28,11 @@ __all__ = [
     "few_shot",
     "find_images",
     "load",
+    "load_towers",
     "open_data",
     "predict",
     "predict_files",
+    "retrieve",
+    "search",
+    "zeroshot",
 ]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from softmoe.data import BrokenImage, Example, Source, Transform, TransformConfig, open_source
+from softmoe.data import BrokenImage, Example, Source, Transform, TransformConfig, captions_of, open_source
 from softmoe.data.decode import decode
 from softmoe.data.folder import IMAGE_SUFFIXES
 from softmoe.data.source import MinSide, fingerprint
@@ -46,15 +46,23 @@ def load(
     weights: Weights | None = None,
 ) -> Loaded:
     """The saved model, run or Hub id; at another resolution, and prepared for inference with `weights`, if asked."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     saved = open_saved(where)
-    p = saved.preprocessing
-    if image_size is not None:
-        p = replace(p, image_size=(image_size, image_size) if isinstance(image_size, int) else image_size)
+    place, p = choose_device(device), preprocessing_at(saved, image_size)
     if weights is None:
-        return Loaded(load_saved(saved, device), saved, p)
-    return Loaded(prepare(load_saved(saved, device, dtype=torch.float32), weights), saved, p)
+        return Loaded(load_saved(saved, place), saved, p)
+    return Loaded(prepare(load_saved(saved, place, dtype=torch.float32), weights), saved, p)
+
+
+def choose_device(name: str) -> str:
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def preprocessing_at(saved: SavedModel, image_size: int | tuple[int, int] | None) -> Preprocessing:
+    """As the model was saved, or for images of another size."""
+    if image_size is None:
+        return saved.preprocessing
+    size = (image_size, image_size) if isinstance(image_size, int) else image_size
+    return replace(saved.preprocessing, image_size=size)
 
 
 def evaluation_transform(p: Preprocessing) -> Transform:
@@ -84,6 +92,9 @@ class Subset:
 
     def read(self, index: int, min_side: MinSide = None) -> Example:
         return self.source.read(int(self.indices[index]), min_side)
+
+    def read_captions(self, indices: Sequence[int] | np.ndarray) -> list[tuple[str, ...]]:
+        return captions_of(self.source, self.indices[np.asarray(indices, dtype=np.int64)])
 
     @property
     def read_batch(self) -> ReadBatch | None:

@@ -1,7 +1,21 @@
-"""Images -> vector or logits."""
+"""Images and texts -> vectors or logits."""
 
-from softmoe.models.config import MoEConfig, ViTConfig
+from softmoe.models.config import MoEConfig, TextConfig, TwoTowerConfig, ViTConfig
 from softmoe.models.registry import create_model, list_models, model_config
+from softmoe.models.text import TextTransformer
+from softmoe.models.two_tower import Embeddings, TwoTower
 from softmoe.models.vit import VisionTransformer
 
-__all__ = ["MoEConfig", "ViTConfig", "VisionTransformer", "create_model", "list_models", "model_config"]
+__all__ = [
+    "Embeddings",
+    "MoEConfig",
+    "TextConfig",
+    "TextTransformer",
+    "TwoTower",
+    "TwoTowerConfig",
+    "ViTConfig",
+    "VisionTransformer",
+    "create_model",
+    "list_models",
+    "model_config",
+]

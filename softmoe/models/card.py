@@ -22,6 +22,13 @@ def model_card(saved: SavedModel, parameters: int) -> str:
         slots = f", {config.moe.slots_per_expert} slots each" if "soft" in config.moe.router else ""
         blocks = ", ".join(map(str, config.moe_blocks))
         rows["experts"] = f"{config.moe.num_experts} ({config.moe.router}{slots}) in blocks {blocks}"
+    if saved.towers:
+        t = saved.towers.text
+        kind = f"two towers, for images and texts; that for images is {kind}"
+        rows["text"] = (
+            f"{t.depth} blocks, width {t.width}, {t.heads} heads, up to {t.length} of {t.vocab_size:,} tokens"
+        )
+        rows["outputs"] = f"vectors of {saved.towers.embed_dim or config.width} numbers, for images and texts alike"
     if saved.dtypes:
         rows["weights"] = ", ".join(f"{dtype} ({count} tensors)" for dtype, count in saved.dtypes.items())
     crop = {
@@ -31,14 +38,13 @@ def model_card(saved: SavedModel, parameters: int) -> str:
     preprocessing = f"RGB, {crop}, {p.image_size[0]} x {p.image_size[1]} pixels, values from -1 (black) to 1 (white)."
     sections = [
         "---\nlibrary_name: softmoe\npipeline_tag: "
-        + ("image-feature-extraction" if config.num_classes is None else "image-classification")
+        + task(saved)
         + "\ntags: [softmoe, vision-transformer, mixture-of-experts]\n---",
         f"# {saved.folder.name}",
         f"This is {kind}, saved by softmoe.",
         _table(rows),
         "## Use",
-        f'```python\nimport softmoe\n\nmodel = softmoe.from_pretrained("{saved.folder.name}")\n```',
-        f"```sh\nsoftmoe predict {saved.folder.name} IMAGES...\n```",
+        use(saved),
         f"Images: {preprocessing}",
         "## Where it comes from",
         _table(_flat(saved.provenance)),
@@ -50,6 +56,23 @@ def model_card(saved: SavedModel, parameters: int) -> str:
     files = {name: f"{facts.bytes:,} bytes, SHA-256 `{facts.sha256}`" for name, facts in saved.files.items()}
     sections += ["## Files", _table(files)]
     return "\n\n".join(sections) + "\n"
+
+
+def task(saved: SavedModel) -> str:
+    """What the Hub calls it."""
+    if saved.towers:
+        return "zero-shot-image-classification"
+    return "image-feature-extraction" if saved.config.num_classes is None else "image-classification"
+
+
+def use(saved: SavedModel) -> str:
+    name = saved.folder.name
+    python = f'import softmoe\n\nmodel = softmoe.from_pretrained("{name}")'
+    shell = f"softmoe predict {name} IMAGES..."
+    if saved.towers:
+        python = f'from softmoe.evaluate import load_towers\n\ntowers = load_towers("{name}")'
+        shell = f'softmoe search {name} "a red car" FOLDER\nsoftmoe zeroshot {name} DATA'
+    return f"```python\n{python}\n```\n\n```sh\n{shell}\n```"
 
 
 def _table(rows: dict[str, Any]) -> str:

@@ -152,11 +152,71 @@ class ViTConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ViTConfig":
-        values = dict(values)
-        if values.get("moe"):
-            moe = dict(values["moe"])
-            moe["blocks"] = None if moe.get("blocks") is None else tuple(moe["blocks"])
-            values["moe"] = MoEConfig(**moe)
+        values = with_moe(values)
         if isinstance(values.get("image_size"), list):
             values["image_size"] = tuple(values["image_size"])
         return cls(**values)
+
+
+def with_moe(values: dict[str, Any]) -> dict[str, Any]:
+    """A copy whose table `moe`, if there is one, is a MoEConfig."""
+    if not values.get("moe"):
+        return dict(values)
+    moe = dict(values["moe"])
+    moe["blocks"] = None if moe.get("blocks") is None else tuple(moe["blocks"])
+    return dict(values) | {"moe": MoEConfig(**moe)}
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    """A transformer for text; the defaults are the text tower of the paper's LAION-400M models."""
+
+    vocab_size: int = 32_000
+    length: int = 16
+    """Most tokens of a text."""
+    end_token: int = 1
+    """The token that ends every text, and fills up what is left of it."""
+    width: int = 768
+    depth: int = 12
+    mlp_dim: int = 3072
+    heads: int = 12
+    pool: str = "last"
+    """One of: last, mean, class, attention."""
+    mask_padding: bool = False
+    """Hide what follows the first end token from attention, experts and pooling. The paper's code does not."""
+    qk_norm: bool = True
+    activation: str = "gelu_tanh"
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    moe: MoEConfig | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.length + (self.pool == "class")
+
+    @property
+    def moe_blocks(self) -> tuple[int, ...]:
+        return self.moe.moe_blocks(self.depth) if self.moe else ()
+
+
+@dataclass(frozen=True)
+class TwoTowerConfig:
+    """An image tower and a text tower that end in one space."""
+
+    image: ViTConfig
+    text: TextConfig
+    embed_dim: int | None = None
+    """Width of the common space, which both towers are projected to; None is the image tower's, as it comes."""
+    scale_init: float = 10.0
+    """First factor of the cosines; its logarithm is learned."""
+    bias_init: float | None = -10.0
+    """First value of a learned number added to the logits; None is none (the softmax loss does not see one)."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "TwoTowerConfig":
+        values = dict(values)
+        image, text = ViTConfig.from_dict(values.pop("image")), TextConfig(**with_moe(values.pop("text")))
+        return cls(image, text, **values)

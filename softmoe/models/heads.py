@@ -28,6 +28,17 @@ class FirstPool(nn.Module):
         return x_BMD[:, 0]
 
 
+class LastPool(nn.Module):
+    """The last token; with a mask the last real one."""
+
+    def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is None:
+            return x_BMD[:, -1]
+        place_M = torch.arange(mask.shape[1], device=mask.device)
+        last_B = (mask * place_M).amax(1)
+        return x_BMD.take_along_dim(last_B[:, None, None], 1).squeeze(1)
+
+
 class AttentionPool(nn.Module):
     """A learned probe attends to the tokens; then an MLP with a residual. The probe itself has none."""
 
@@ -67,6 +78,14 @@ class Head(nn.Linear):
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
         nn.init.constant_(self.bias, -math.log(self.out_features))
+
+
+class Projection(nn.Linear):
+    """Into the space that images and texts share: unlike a head it starts at random, or nothing would ever move."""
+
+    def reset_parameters(self) -> None:
+        lecun_normal_(self.weight, fan_in=self.in_features)
+        nn.init.zeros_(self.bias)
 
 
 class PreLogits(nn.Linear):

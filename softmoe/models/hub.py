@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_WANTED = ["config.json", "README.md", "*.safetensors", "*.safetensors.index.json"]  # never a pickle
+_WANTED = ["config.json", "README.md", "*.safetensors", "*.safetensors.index.json", "tokenizer.*"]  # never a pickle
 
 
 def is_id(text: str) -> bool:

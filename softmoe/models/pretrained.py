@@ -14,14 +14,37 @@ from torch import Tensor, nn
 from softmoe import __version__
 from softmoe.models import hub
 from softmoe.models.card import model_card
-from softmoe.models.config import ViTConfig
-from softmoe.models.saved import Preprocessing, SavedModel, is_saved, open_saved, parse_preprocessing, read_json
+from softmoe.models.config import TwoTowerConfig
+from softmoe.models.saved import (
+    TOKENIZER_FILES,
+    Architecture,
+    Preprocessing,
+    SavedModel,
+    TokenizerFile,
+    is_saved,
+    open_saved,
+    parse_preprocessing,
+    read_json,
+    split_architecture,
+)
+from softmoe.models.two_tower import TwoTower
 from softmoe.models.vit import VisionTransformer
 from softmoe.models.weights import INDEX, SHARD_BYTES, Spec, WeightFiles, check_files, write_text, write_weights
 
-__all__ = ["Preprocessing", "SavedModel", "from_pretrained", "hub", "load_saved", "open_saved", "save_pretrained"]
+__all__ = [
+    "Preprocessing",
+    "SavedModel",
+    "TokenizerFile",
+    "from_pretrained",
+    "hub",
+    "load_saved",
+    "load_two_tower",
+    "open_saved",
+    "save_pretrained",
+]
 
-_OURS = ("config.json", "README.md", INDEX, "eval.json", "fewshot.json")
+_OURS = ("config.json", "README.md", INDEX, "eval.json", "fewshot.json", *TOKENIZER_FILES)
+Model = VisionTransformer | TwoTower
 
 
 def save_pretrained(
@@ -31,13 +54,14 @@ def save_pretrained(
     preprocessing: Preprocessing | Mapping[str, Any] | None = None,
     classes: Iterable[str] | None = None,
     provenance: Mapping[str, Any] | None = None,
+    tokenizer: TokenizerFile | None = None,
     max_shard_bytes: int = SHARD_BYTES,
 ) -> SavedModel:
     """Write model.safetensors (or shards), config.json and README.md into `folder`, all or nothing.
 
     `preprocessing` is how evaluation images are made (None: the model's size, central crop); `provenance` is
-    whatever should be known of the model's making: run, step, data fingerprint, results. A folder that holds a
-    saved model is replaced; one that holds anything else is refused.
+    whatever should be known of the model's making: run, step, data fingerprint, results. Two towers need their
+    `tokenizer`. A folder that holds a saved model is replaced; one that holds anything else is refused.
     """
     plain = unwrap(model)
     state = plain.state_dict()
@@ -49,12 +73,13 @@ def save_pretrained(
         preprocessing=preprocessing,
         classes=classes,
         provenance=provenance,
+        tokenizer=tokenizer,
         max_shard_bytes=max_shard_bytes,
     )
 
 
 def save_tensors(
-    config: ViTConfig,
+    architecture: Architecture,
     specs: Mapping[str, Spec],
     get: Callable[[str], Tensor],
     folder: str | Path,
@@ -62,6 +87,7 @@ def save_tensors(
     preprocessing: Preprocessing | Mapping[str, Any] | None = None,
     classes: Iterable[str] | None = None,
     provenance: Mapping[str, Any] | None = None,
+    tokenizer: TokenizerFile | None = None,
     max_shard_bytes: int = SHARD_BYTES,
 ) -> SavedModel:
     """As `save_pretrained`, for weights that come one by one: `get(name)` is called once for every name in `specs`.
@@ -70,7 +96,10 @@ def save_tensors(
     """
     target = Path(folder).expanduser()
     refuse_strangers(target)
-    check_specs(config, specs, f"{target} was not written")
+    config, towers = split_architecture(architecture)
+    if (tokenizer is None) != (towers is None):
+        raise ValueError("two towers are saved with their tokenizer, and a model for images alone has none")
+    check_specs(architecture, specs, f"{target} was not written")
     if isinstance(preprocessing, Mapping):
         preprocessing = parse_preprocessing(preprocessing)
     names = None if classes is None else tuple(map(str, classes))
@@ -85,7 +114,7 @@ def save_tensors(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        metadata = {"format": "pt", "architecture": json.dumps(config.to_dict())}
+        metadata = {"format": "pt", "architecture": json.dumps(architecture.to_dict())}
         files = write_weights(partial, specs, get, metadata=metadata, max_shard_bytes=max_shard_bytes)
         saved = SavedModel(
             target,
@@ -95,10 +124,14 @@ def save_tensors(
             files,
             dtypes,
             dict(provenance or {}) | made,
+            towers,
+            tokenizer,
         )
         parameters = sum(torch.Size(spec.shape).numel() for spec in specs.values())
         write_text(partial / "config.json", json.dumps(saved.to_dict(), indent=2) + "\n")
         write_text(partial / "README.md", model_card(saved, parameters))
+        if tokenizer is not None:
+            (partial / tokenizer.name).write_bytes(tokenizer.data)
         put_in_place(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -115,6 +148,8 @@ def from_pretrained(
 ) -> VisionTransformer:
     """The model in a saved folder, a run's folder or on the Hub (`user/name`), in evaluation mode.
 
+    Of two towers it is the image tower, so that all that is done with images works for them too; both, with their
+    tokenizer, come from `softmoe.evaluate.load_towers`.
     On the CPU the weights are mapped from the file, not copied, until they are written to. `device="meta"` gives
     the shapes alone. `verify=False` skips the checksums, never the names, shapes and types. `dtype` converts.
     """
@@ -124,7 +159,24 @@ def from_pretrained(
 def load_saved(
     saved: SavedModel, device: str | torch.device = "cpu", *, dtype: torch.dtype | None = None, verify: bool = True
 ) -> VisionTransformer:
-    """The model itself. ValueError, saying what is wrong, unless everything is as config.json says."""
+    """The model itself, of two towers the image tower. ValueError, saying what is wrong, unless everything is as
+    config.json says."""
+    model = load_whole(saved, device, dtype=dtype, verify=verify)
+    return model.image if isinstance(model, TwoTower) else model
+
+
+def load_two_tower(
+    saved: SavedModel, device: str | torch.device = "cpu", *, dtype: torch.dtype | None = None, verify: bool = True
+) -> TwoTower:
+    """Both towers."""
+    if saved.towers is None:
+        raise ValueError(f"{saved.folder} is a model for images alone; train two towers with `softmoe train lit`")
+    model = load_whole(saved, device, dtype=dtype, verify=verify)
+    assert isinstance(model, TwoTower)
+    return model
+
+
+def load_whole(saved: SavedModel, device: str | torch.device, *, dtype: torch.dtype | None, verify: bool) -> Model:
     place = usable_device(device)
     check_files(saved.folder, saved.files, hashes=verify)
     model = build_empty(saved)
@@ -142,10 +194,15 @@ def load_saved(
     return model.eval()
 
 
-def build_empty(saved: SavedModel) -> VisionTransformer:
+def construct(architecture: Architecture) -> Model:
+    """A fresh model."""
+    return TwoTower(architecture) if isinstance(architecture, TwoTowerConfig) else VisionTransformer(architecture)
+
+
+def build_empty(saved: SavedModel) -> Model:
     try:
         with torch.device("meta"):
-            return VisionTransformer(saved.config)
+            return construct(saved.architecture)
     except (ValueError, TypeError, RuntimeError, KeyError) as error:
         raise ValueError(f"{saved.folder / 'config.json'} does not describe a model: {error}") from error
 
@@ -158,14 +215,14 @@ def check_weights(saved: SavedModel, weights: WeightFiles) -> dict[str, Spec]:
         if not isinstance(index, dict) or index.get("weight_map") != weights.file_of:
             raise ValueError(f"{folder / INDEX} does not match the tensors in the weight files")
     written = json.loads(weights.metadata.get("architecture", "null"))
-    expected = json.loads(json.dumps(saved.config.to_dict()))
+    expected = json.loads(json.dumps(saved.architecture.to_dict()))
     if written is not None and (key := first_difference(written, expected)):
         raise ValueError(
             f"{folder / 'config.json'} is not the one these weights were saved with: it says {key} = "
             f"{look_up(expected, key)!r}, the weights say {look_up(written, key)!r}"
         )
     specs = {name: weights.spec(name) for name in weights.names}
-    check_specs(saved.config, specs, f"the weights in {folder} do not fit its config.json")
+    check_specs(saved.architecture, specs, f"the weights in {folder} do not fit its config.json")
     counts: dict[str, int] = {}
     for spec in specs.values():
         name = str(spec.dtype).removeprefix("torch.")
@@ -175,10 +232,10 @@ def check_weights(saved: SavedModel, weights: WeightFiles) -> dict[str, Spec]:
     return specs
 
 
-def check_specs(config: ViTConfig, specs: Mapping[str, Spec], failed: str) -> None:
+def check_specs(architecture: Architecture, specs: Mapping[str, Spec], failed: str) -> None:
     """ValueError unless names and shapes are exactly the model's, all of floating type."""
     with torch.device("meta"):
-        wanted = VisionTransformer(config).state_dict()
+        wanted = construct(architecture).state_dict()
     missing, extra = sorted(wanted.keys() - specs.keys()), sorted(specs.keys() - wanted.keys())
     if missing or extra:
         what = "is missing" if missing else "is not part of the model"
@@ -223,13 +280,13 @@ def look_up(values: Any, path: str) -> Any:
     return values
 
 
-def unwrap(model: nn.Module) -> VisionTransformer:
+def unwrap(model: nn.Module) -> Model:
     """The plain model under torch.compile or data parallelism."""
     plain = model
-    while not isinstance(plain, VisionTransformer):
+    while not isinstance(plain, VisionTransformer | TwoTower):
         inner = getattr(plain, "_orig_mod", None) or getattr(plain, "module", None)
         if inner is None:
-            raise ValueError(f"only a softmoe VisionTransformer can be saved, not a {type(plain).__name__}")
+            raise ValueError(f"only a softmoe VisionTransformer or TwoTower can be saved, not a {type(plain).__name__}")
         plain = inner
     if any(tensor.is_meta for tensor in plain.state_dict().values()):
         raise ValueError("a model on the meta device has no weights to save")

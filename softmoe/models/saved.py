@@ -2,6 +2,7 @@
 
     FOLDER/config.json             format, kind, architecture, preprocessing, classes, provenance, weights
     FOLDER/model.safetensors       or model-00001-of-0000N.safetensors with model.safetensors.index.json
+    FOLDER/tokenizer.json          or tokenizer.model: of two towers, how their texts become numbers
     FOLDER/README.md               the model card
 
 A training checkpoint (runs/NAME/checkpoints/step_...) is read as well; it has a manifest.json instead of facts.
@@ -16,12 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from softmoe.models import hub
-from softmoe.models.config import MoEConfig, ViTConfig
+from softmoe.models.config import MoEConfig, TextConfig, TwoTowerConfig, ViTConfig
 from softmoe.models.weights import FILE_NAME, FileFacts
 
 FORMAT = "softmoe"
 FORMAT_VERSION = 2  # 1 had the experts' w2 as (N, H, D)
 _KEYS = ("format", "format_version", "kind", "architecture", "preprocessing", "classes", "provenance", "weights")
+_KINDS = {"vit": _KEYS, "two_tower": (*_KEYS, "tokenizer")}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
+Architecture = ViTConfig | TwoTowerConfig
 
 
 @dataclass(frozen=True)
@@ -53,35 +57,64 @@ class Preprocessing:
 
 
 @dataclass(frozen=True)
+class TokenizerFile:
+    """The tokenizer that belongs to a text tower, as it is kept: softmoe.data.Tokenizer reads it."""
+
+    name: str
+    """tokenizer.json (of the package tokenizers) or tokenizer.model (SentencePiece)"""
+    data: bytes = field(repr=False)
+    lower: bool = True
+    """Texts are put in lower case first."""
+
+    @property
+    def facts(self) -> FileFacts:
+        return FileFacts(len(self.data), hashlib.sha256(self.data).hexdigest())
+
+
+@dataclass(frozen=True)
 class SavedModel:
     """What is known of a saved model without reading its weights."""
 
     folder: Path
     config: ViTConfig
+    """Of two towers that of the image tower."""
     preprocessing: Preprocessing
     classes: tuple[str, ...] | None
     files: dict[str, FileFacts]
     dtypes: dict[str, int] | None = None
     """Number of tensors of each type; None if it was not noted."""
     provenance: dict[str, Any] = field(default_factory=dict)
+    towers: TwoTowerConfig | None = None
+    """Both, if the model has two."""
+    tokenizer: TokenizerFile | None = None
+
+    @property
+    def architecture(self) -> Architecture:
+        return self.towers or self.config
 
     def to_dict(self) -> dict[str, Any]:
         """The contents of config.json."""
+        tokenizer = self.tokenizer and {
+            "file": self.tokenizer.name,
+            "lower": self.tokenizer.lower,
+            **asdict(self.tokenizer.facts),
+        }
         return {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
-            "kind": "vit",
-            "architecture": self.config.to_dict(),
+            "kind": "two_tower" if self.towers else "vit",
+            "architecture": self.architecture.to_dict(),
             "preprocessing": asdict(self.preprocessing),
             "classes": None if self.classes is None else list(self.classes),
             "provenance": self.provenance,
             "weights": {"dtypes": self.dtypes, "files": {name: asdict(facts) for name, facts in self.files.items()}},
+            **({"tokenizer": tokenizer} if self.towers else {}),
         }
 
     @property
     def fingerprint(self) -> str:
         """The same for the same architecture and weights, wherever they lie."""
-        said = {"architecture": self.config.to_dict(), "files": {n: f.sha256 for n, f in self.files.items()}}
+        said = {"architecture": self.architecture.to_dict(), "files": {n: f.sha256 for n, f in self.files.items()}}
         return hashlib.blake2b(json.dumps(said, sort_keys=True).encode(), digest_size=12).hexdigest()
 
 
@@ -126,22 +159,29 @@ def read_saved(folder: Path) -> SavedModel:
             f"{FORMAT_VERSION}; update softmoe, or save the model again"
         )
     try:
-        check_keys(values, _KEYS, "")
-        missing = [key for key in _KEYS if key not in values]
+        if "kind" in values and values["kind"] not in _KINDS:
+            raise ValueError(f"the kind of model is {values['kind']!r}, expected 'vit' or 'two_tower'")
+        keys = _KINDS[values.get("kind", "vit")]
+        check_keys(values, keys, "")
+        missing = [key for key in keys if key not in values]
         if missing:
             raise ValueError(f"{missing[0]!r} is missing")
-        if values["kind"] != "vit":
-            raise ValueError(f"the kind of model is {values['kind']!r}, expected 'vit'")
+        architecture = parse_architecture(values["architecture"])
+        image, towers = split_architecture(architecture)
+        if (towers is None) != (values["kind"] == "vit"):
+            raise ValueError(f"the architecture is not that of the kind {values['kind']!r}")
         weights = values["weights"]
         check_keys(weights, ("dtypes", "files"), "weights.")
         return SavedModel(
             folder,
-            parse_architecture(values["architecture"]),
+            image,
             parse_preprocessing(values["preprocessing"]),
-            parse_classes(values["classes"], values["architecture"].get("num_classes")),
+            parse_classes(values["classes"], image.num_classes),
             parse_files(weights["files"]),
             None if weights["dtypes"] is None else dict(weights["dtypes"]),
             dict(values["provenance"]),
+            towers,
+            None if towers is None else read_tokenizer(folder, values["tokenizer"]),
         )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} does not describe a model: {error}") from error
@@ -155,23 +195,64 @@ def read_checkpoint(folder: Path) -> SavedModel:
         run = read_json(folder / "state.json")["config"]
         transform = run["data"]["transform"]
         size, crop = _pair(transform["image_size"]), evaluation_crop(transform["crop"])
+        image, towers = split_architecture(parse_architecture(read_json(folder / "config.json")))
         return SavedModel(
             folder,
-            parse_architecture(read_json(folder / "config.json")),
+            image,
             Preprocessing(size, crop, transform["central_ratio"], transform["antialias"]),
             None,
             parse_files({name: said["files"][name]}),
             provenance={"run": run["run_name"], "step": said["step"], "recipe_data": run["data"]["train"]},
+            towers=towers,
+            tokenizer=None if towers is None else tokenizer_of_run(folder.parent.parent, run["text"]["lower"]),
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{folder} is not a readable checkpoint: {error}") from error
 
 
-def parse_architecture(values: Mapping[str, Any]) -> ViTConfig:
-    check_keys(values, [f.name for f in fields(ViTConfig)], "architecture.")
+def parse_architecture(values: Mapping[str, Any]) -> Architecture:
+    if not isinstance(values, Mapping) or "text" not in values:
+        check_fields(values, ViTConfig, "architecture.")
+        return ViTConfig.from_dict(dict(values))
+    check_keys(values, [f.name for f in fields(TwoTowerConfig)], "architecture.")
+    check_fields(values["image"], ViTConfig, "architecture.image.")
+    check_fields(values["text"], TextConfig, "architecture.text.")
+    return TwoTowerConfig.from_dict(dict(values))
+
+
+def check_fields(values: Mapping[str, Any], kind: type[ViTConfig] | type[TextConfig], path: str) -> None:
+    check_keys(values, [f.name for f in fields(kind)], path)
     if values.get("moe"):
-        check_keys(values["moe"], [f.name for f in fields(MoEConfig)], "architecture.moe.")
-    return ViTConfig.from_dict(dict(values))
+        check_keys(values["moe"], [f.name for f in fields(MoEConfig)], f"{path}moe.")
+
+
+def split_architecture(architecture: Architecture) -> tuple[ViTConfig, TwoTowerConfig | None]:
+    """The image tower, and both if there are two."""
+    if isinstance(architecture, TwoTowerConfig):
+        return architecture.image, architecture
+    return architecture, None
+
+
+def read_tokenizer(folder: Path, values: Mapping[str, Any]) -> TokenizerFile:
+    """As config.json describes it. ValueError if the file is another."""
+    check_keys(values, ("file", "lower", "bytes", "sha256"), "tokenizer.")
+    name = values["file"]
+    if name not in TOKENIZER_FILES:  # also keeps us inside the folder
+        raise ValueError(f"{name!r} is not the name of a tokenizer")
+    try:
+        found = TokenizerFile(name, (folder / name).read_bytes(), bool(values["lower"]))
+    except OSError as error:
+        raise ValueError(f"the tokenizer {name} cannot be read: {error.strerror or error}") from error
+    if found.facts != FileFacts(values["bytes"], values["sha256"]):
+        raise ValueError(f"the tokenizer {name} is not the one the model was saved with")
+    return found
+
+
+def tokenizer_of_run(run: Path, lower: bool) -> TokenizerFile:
+    for name in TOKENIZER_FILES:
+        if (run / name).is_file():
+            return TokenizerFile(name, (run / name).read_bytes(), lower)
+    raise ValueError(f"the run {run} has lost its tokenizer ({' or '.join(TOKENIZER_FILES)})")
 
 
 def parse_preprocessing(values: Mapping[str, Any]) -> Preprocessing:

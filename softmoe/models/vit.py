@@ -6,7 +6,7 @@ Letters: B images, M tokens, D width.
 import torch
 from torch import Tensor, nn
 
-from softmoe.models.config import ViTConfig
+from softmoe.models.config import TextConfig, ViTConfig
 from softmoe.models.embed import LearnedPositions, PatchEmbed, SinCosPositions
 from softmoe.models.heads import AttentionPool, FirstPool, Head, MeanPool, PreLogits
 from softmoe.models.transformer import MLP, Encoder
@@ -51,10 +51,7 @@ class VisionTransformer(nn.Module):
         self.head = nn.Identity() if config.num_classes is None else Head(features, config.num_classes)
 
     def _make_mlp(self, index: int) -> nn.Module:
-        c = self.config
-        if c.moe and index in c.moe_blocks:
-            return c.moe.make_layer(c.width, c.mlp_dim, c.dropout, c.activation)
-        return MLP(c.width, c.mlp_dim, dropout=c.dropout, activation=c.activation)
+        return make_mlp(self.config, index)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(images))
@@ -79,6 +76,14 @@ class VisionTransformer(nn.Module):
     def set_gradient_checkpointing(self, enabled: bool = True) -> None:
         """Keep only the input of each block and compute its inside again in the backward pass."""
         self.encoder.checkpoint_blocks = enabled
+
+
+def make_mlp(config: ViTConfig | TextConfig, index: int) -> nn.Module:
+    """What stands in the MLP's place of block `index`: experts, or an MLP."""
+    c = config
+    if c.moe and index in c.moe_blocks:
+        return c.moe.make_layer(c.width, c.mlp_dim, c.dropout, c.activation)
+    return MLP(c.width, c.mlp_dim, dropout=c.dropout, activation=c.activation)
 
 
 def check(config: ViTConfig) -> None:

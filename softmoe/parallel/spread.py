@@ -3,19 +3,21 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from softmoe.models import VisionTransformer, ViTConfig
+from softmoe.models import TwoTower, VisionTransformer, ViTConfig
+from softmoe.models.transformer import Block
 from softmoe.moe import Experts, MoE
 from softmoe.parallel.experts import OwnedExperts
 from softmoe.parallel.mesh import Mesh, Sizes
 from softmoe.parallel.reduce import mean_over_ranks
 
+AnyModel = TypeVar("AnyModel", bound=VisionTransformer | TwoTower)
 SPARSE = ("tokens_choice", "experts_choice")
 
 
@@ -40,7 +42,7 @@ def building(mesh: Mesh) -> Iterator[None]:
         hook.remove()
 
 
-def apply(model: VisionTransformer, mesh: Mesh) -> VisionTransformer:
+def apply(model: AnyModel, mesh: Mesh) -> AnyModel:
     """Spread `model`, the same on every rank, over the mesh, in place.
 
     Each rank then gives its share of the batch to the model and calls backward on the mean loss of that share. The
@@ -72,7 +74,7 @@ def apply(model: VisionTransformer, mesh: Mesh) -> VisionTransformer:
         "shard_placement_fn": lambda parameter: Shard(even_axis(parameter, sizes.shard)),
         "reshard_after_forward": True,  # also of the outermost: an average is only looked at, and must see new weights
     }
-    for block in model.encoder.blocks:
+    for block in [module for module in model.modules() if isinstance(module, Block)]:
         fully_shard(block, **options)
     fully_shard(model, **options)
     return model

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
-from softmoe.models import ViTConfig
+from softmoe.models import TwoTowerConfig, ViTConfig
 from softmoe.models.pretrained import SavedModel, save_tensors
 from softmoe.models.weights import Spec
 
@@ -82,7 +82,7 @@ def optimizer_targets(found: Mapping[str, Spec], parameters: Mapping[str, Tensor
     return targets
 
 
-def export(place: Path, config: ViTConfig, folder: str | Path, **more: object) -> SavedModel:
+def export(place: Path, config: ViTConfig | TwoTowerConfig, folder: str | Path, **more: object) -> SavedModel:
     """Write the weights at `place` as a saved model: one process, one tensor in memory at a time.
 
     `more` are the options of `save_pretrained`: preprocessing, classes, provenance, max_shard_bytes.

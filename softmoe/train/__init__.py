@@ -11,6 +11,7 @@ from softmoe.train.config import (
     OptimSection,
     ParallelSection,
     ScheduleSection,
+    TextSection,
     TrainConfig,
 )
 from softmoe.train.loop import Result, train
@@ -28,6 +29,7 @@ __all__ = [
     "ParallelSection",
     "Result",
     "ScheduleSection",
+    "TextSection",
     "TrainConfig",
     "branch",
     "train",

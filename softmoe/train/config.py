@@ -4,11 +4,12 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from softmoe.data import TransformConfig
-from softmoe.models import MoEConfig, ViTConfig, model_config
+from softmoe.models import MoEConfig, TextConfig, TwoTowerConfig, ViTConfig, model_config
+from softmoe.models.variants import SIZES
 from softmoe.train.strict import from_dict, to_dict
 
 _MOE_FIELDS = tuple(f.name for f in fields(MoEConfig))
-_NOT_SHAPE = ("name", "router", "weights", "new_head")
+_NOT_SHAPE = ("name", "router", "weights", "new_head", "locked")
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class ModelSection:
     """A saved model to start from; positions are resampled to the new image size. The shape must be its own."""
     new_head: bool = True
     """With `weights`: the head starts anew. False keeps it, for data of the same classes."""
+    locked: bool = False
+    """With a text tower: the image tower stays as it is, and only the text learns (LiT)."""
     router: str | None = None
     """soft, tokens_choice, experts_choice, identity, uniform, soft_uniform, uniform_soft; or dense: no experts."""
     image_size: int | tuple[int, int] | None = None
@@ -86,9 +89,61 @@ class ModelSection:
 
 
 @dataclass(frozen=True)
+class TextSection:
+    """A text tower beside the image tower: the model then learns which caption belongs to which image."""
+
+    size: Literal["ti", "s", "b", "l", "h", "g", "G"] | None = None
+    """Size of the text tower, by the letters of the image towers; None is no text tower."""
+    tokenizer: str | None = None
+    """A tokenizer file, .json (tokenizers) or .model (SentencePiece); None learns one from the training captions."""
+    vocab_size: int = 8192
+    """Tokens to learn, where there is no tokenizer file."""
+    lower: bool = True
+    """Put texts in lower case."""
+    length: int = 16
+    """Tokens of a text; longer ones are cut, the end token stays."""
+    width: int | None = None
+    depth: int | None = None
+    mlp_dim: int | None = None
+    heads: int | None = None
+    pool: Literal["last", "mean", "class", "attention"] = "last"
+    mask_padding: bool = False
+    """Hide what follows the end of a text. The paper's code does not."""
+    num_experts: int | None = None
+    """Soft MoE in the second half of the text tower; give mask_padding too, or slots are filled with padding."""
+    slots_per_expert: int = 1
+    embed_dim: int | None = None
+    """Width of the common space, with a projection of the images too; None is the image tower's own."""
+    scale_init: float = 10.0
+    """First factor of the cosines between images and texts."""
+    bias_init: float | None = -10.0
+    """First number added to the logits of the sigmoid loss; None is none."""
+
+    def resolve(self, image: ViTConfig, vocab_size: int, end_token: int = 1) -> TwoTowerConfig:
+        assert self.size is not None
+        width, depth, mlp_dim, heads = SIZES[self.size]
+        moe = None
+        if self.num_experts is not None:
+            moe = MoEConfig(num_experts=self.num_experts, slots_per_expert=self.slots_per_expert)
+        text = TextConfig(
+            vocab_size=vocab_size,
+            length=self.length,
+            end_token=end_token,
+            width=self.width or width,
+            depth=self.depth or depth,
+            mlp_dim=self.mlp_dim or mlp_dim,
+            heads=self.heads or heads,
+            pool=self.pool,
+            mask_padding=self.mask_padding,
+            moe=moe,
+        )
+        return TwoTowerConfig(image, text, self.embed_dim, self.scale_init, self.bias_init)
+
+
+@dataclass(frozen=True)
 class DataSection:
     train: str = "shapes"
-    """Source of the training images: shapes, folder:PATH, wds:PATTERN, hf:NAME, idx:PATH, digits."""
+    """Source of the training images: shapes, folder:PATH, wds:PATTERN, pairs:PATH, hf:NAME, idx:PATH, digits."""
     val: str | None = None
     """Source of the validation images; None is the same source."""
     train_split: str = "train"
@@ -152,7 +207,8 @@ class ScheduleSection:
 @dataclass(frozen=True)
 class ObjectiveSection:
     loss: Literal["softmax", "sigmoid"] = "softmax"
-    """Cross-entropy: one class of many, or each class by itself (summed over the classes, as in the paper)."""
+    """Cross-entropy: one class of many, or each class by itself (summed over the classes, as in the paper). With a text
+    tower: the one caption of many (CLIP), or each pair by itself (SigLIP, as in the paper)."""
     label_smoothing: float = 0.0
     auxiliary_weight: float = 1.0
     """Factor of the balance losses of sparse routers."""
@@ -215,6 +271,7 @@ class TrainConfig:
     steps: int = 10_000
     seed: int = 0
     model: ModelSection = field(default_factory=ModelSection)
+    text: TextSection = field(default_factory=TextSection)
     data: DataSection = field(default_factory=DataSection)
     optim: OptimSection = field(default_factory=OptimSection)
     schedule: ScheduleSection = field(default_factory=ScheduleSection)
@@ -284,5 +341,26 @@ class TrainConfig:
         decay = self.optim.layer_decay
         if decay is not None and not 0.0 < decay <= 1.0:
             raise ValueError(f"optim.layer_decay must be above 0 and at most 1, got {decay}")
+        self.check_text()
         if not self.run_name or "/" in self.run_name or self.run_name.startswith("."):
             raise ValueError(f"run_name must be a plain folder name, got {self.run_name!r}; the folder above is `runs`")
+
+    def check_text(self) -> None:
+        """What a text tower needs, and what makes no sense without or with one."""
+        if self.text.size is None:
+            if self.model.locked:
+                raise ValueError("model.locked locks the image tower beside a text tower: set text.size, or use lit")
+            return
+        without = {
+            "data.transform.mixup": self.data.transform.mixup,
+            "objective.label_smoothing": self.objective.label_smoothing,
+            "optim.layer_decay": self.optim.layer_decay,
+            "model.num_classes": self.model.num_classes,
+        }
+        for name, value in without.items():
+            if value:
+                raise ValueError(f"{name} is for classification, and this run has a text tower: leave it out")
+        if self.data.batch_size < 2:
+            raise ValueError(
+                "a text tower learns from the other captions of a batch: data.batch_size must be 2 or more"
+            )

@@ -1,8 +1,9 @@
 """A run in words, before it runs: settings, cost and memory."""
 
-from softmoe.budget import cost, memory
+from softmoe.budget import cost, memory, text_cost, training_flops
 from softmoe.data import open_source
 from softmoe.models import ViTConfig
+from softmoe.models.two_tower import features_dim
 from softmoe.train.config import TrainConfig
 from softmoe.train.strict import flatten
 
@@ -10,23 +11,30 @@ from softmoe.train.strict import flatten
 def describe_run(config: TrainConfig) -> str:
     config.check()
     source = open_source(config.data.train, config.data.train_split)
-    shape = config.model.resolve(len(source.classes) or None, config.data.transform.image_size)
+    texts = config.text.size is not None
+    shape = config.model.resolve(None if texts else len(source.classes) or None, config.data.transform.image_size)
+    towers = config.text.resolve(shape, config.text.vocab_size) if texts else None
     price = cost(shape)
     images = config.steps * config.data.batch_size
     seen = f"{images:,} are seen, {images / len(source):.2f} epochs"
     gigaflops = f"{price.forward_flops / 1e9:.3f} GFLOPs forward and {price.train_flops / 1e9:.3f} GFLOPs training"
+    lines = [f"  {price.params:,} parameters, {gigaflops} per image"]
+    if towers is not None:
+        text = text_cost(towers.text, towers.embed_dim or features_dim(towers))
+        lines.append(f"  text tower: {text.params:,} parameters, {text.train_flops / 1e9:.3f} GFLOPs training per text")
+    flops = training_flops(towers or shape, locked=config.model.locked) * images
     return "\n".join(
         [
             "settings (those that are None are left out)",
             *table(config.to_dict()),
             "model",
-            *table(shape.to_dict()),
+            *table((towers or shape).to_dict()),
             "data",
             f"  {len(source):,} training images of {len(source.classes)} classes; {seen}",
             "cost",
-            f"  {price.params:,} parameters, {gigaflops} per image",
-            f"  {price.train_flops * images:.3e} FLOPs in all",
-            "memory, about",
+            *lines,
+            f"  {flops:.3e} FLOPs in all",
+            "memory, about" if towers is None else "memory, about, of the image tower",
             *(f"  {name:<16}{size / 2**20:10,.1f} MiB" for name, size in memory_needed(config, shape).items()),
         ]
     )

@@ -23,6 +23,7 @@ from softmoe.train.signals import StopRequest
 from softmoe.train.sinks import make_sinks
 from softmoe.train.step import train_step
 from softmoe.train.team import joined
+from softmoe.train.texts import Extract
 from softmoe.train.together import read_shares
 
 
@@ -44,11 +45,12 @@ def train(
     *,
     objective: Objective | None = None,
     evaluators: Mapping[str, Evaluator] | None = None,
+    extract: Extract | None = None,
 ) -> Result:
     """Train, from the start or from the newest checkpoint in the run's folder, until the last step or a signal.
 
     `evaluators` maps the first part of a number's name to a function of model and validation batches; the default is
-    {"val": accuracy and loss}.
+    {"val": accuracy and loss}. `extract` (softmoe.evaluate.extract) lets a locked image tower run only once.
     """
     config.check()
     folder = RunFolder.of(config)
@@ -56,7 +58,7 @@ def train(
         team = stack.enter_context(joined(config.parallel, config.device))
         if team.leads:
             stack.enter_context(folder.locked())
-        run = build(config, folder, objective, evaluators, team)
+        run = build(config, folder, objective, evaluators, team, extract)
         stack.callback(run.close)
         stack.enter_context(data_warnings_to(run))
         resume(run)

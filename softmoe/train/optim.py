@@ -6,6 +6,7 @@ positions, class token and probe are in no rule.
 """
 
 import re
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,14 @@ BLOCK = re.compile(r"^encoder\.blocks\.(\d+)\.")
 BELOW = re.compile(r"^(embed|positions)\.|^class_token$")  # what comes before the first block
 HEAD = r"^head\.weight$"
 SCALE = r"router\.scale$"
-KERNEL = r"(^|\.)(proj|qkv|out|fc1|fc2|router|pre_logits)\.weight$|\.experts\.w[12]$"
+KERNEL = r"(^|\.)(proj|qkv|out|fc1|fc2|router|pre_logits|projection)\.weight$|\.experts\.w[12]$"
+LOCKED = (r"^image\.", 0.0)  # the image tower of two
 
 
-def make_optimizer(model: nn.Module, config: OptimSection) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, config: OptimSection, *, locked: bool = False) -> torch.optim.Optimizer:
+    """`locked` leaves the image tower of two out."""
+    if locked:
+        config = replace(config, lr_patterns=(LOCKED, *config.lr_patterns))
     groups = parameter_groups(model, config)
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=0.0, momentum=config.momentum)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from softmoe.data import Batch, Loader, Source, Transform, evaluation_batches, open_source
+from softmoe.data import Batch, Captioned, Loader, Source, Tokenizer, Transform, evaluation_batches, open_source
 from softmoe.machine import bfloat16_works
-from softmoe.models import VisionTransformer, ViTConfig
+from softmoe.models import TwoTower, TwoTowerConfig, VisionTransformer, ViTConfig
 from softmoe.parallel import local
 from softmoe.train.config import TrainConfig
 from softmoe.train.transfer import start_from
@@ -43,12 +43,15 @@ def choose_precision(wanted: str, device: torch.device, report: Callable[[str], 
     return None
 
 
-def build_model(config: TrainConfig, shape: ViTConfig, device: torch.device) -> VisionTransformer:
+def build_model(
+    config: TrainConfig, shape: ViTConfig | TwoTowerConfig, device: torch.device
+) -> VisionTransformer | TwoTower:
     """A model, fresh or with given weights; the same for the same seed whatever was drawn before."""
     torch.manual_seed(random_seed(config.seed, "model"))
-    model = VisionTransformer(shape)
+    model = TwoTower(shape) if isinstance(shape, TwoTowerConfig) else VisionTransformer(shape)
+    tower = model.image if isinstance(model, TwoTower) else model
     if config.model.weights is not None:
-        start_from(model, config.model.weights, new_head=config.model.new_head)
+        start_from(tower, config.model.weights, new_head=config.model.new_head)
     model = model.to(device)
     model.set_gradient_checkpointing(config.gradient_checkpointing)
     return model
@@ -88,6 +91,8 @@ class Data:
 
     world: int = 1
     rank: int = 0
+    tokenizer: Tokenizer | None = None
+    """Of a text tower."""
 
     @classmethod
     def open(cls, config: TrainConfig, world: int = 1, rank: int = 0) -> "Data":
@@ -99,6 +104,8 @@ class Data:
                 f"training and validation data have different classes: {len(train.classes)} in {d.train}, "
                 f"{len(val.classes)} in {d.val or d.train}"
             )
+        if config.text.size is not None:
+            train, val = Captioned(train, d.train), Captioned(val, d.val or d.train)
         loader = Loader(
             train,
             Transform(d.transform, train=True),
@@ -113,7 +120,8 @@ class Data:
         return cls(config, train, val, loader, world, rank)
 
     def facts(self) -> dict[str, Any]:
-        return {"train_data": self.train.fingerprint, "classes": len(self.train.classes)}
+        facts = {"train_data": self.train.fingerprint, "classes": len(self.train.classes)}
+        return facts if self.tokenizer is None else facts | {"tokenizer": self.tokenizer.fingerprint}
 
     @property
     def eval_share(self) -> int:

@@ -1,18 +1,19 @@
 """What a running training is made of."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from softmoe.budget import cost
-from softmoe.models import VisionTransformer
+from softmoe.budget import training_flops
+from softmoe.models import TwoTower, TwoTowerConfig, VisionTransformer, ViTConfig
 from softmoe.train.checkpoint import CheckpointStore
 from softmoe.train.config import TrainConfig
-from softmoe.train.evaluation import Evaluator, classify
+from softmoe.train.contrastive import Contrastive
+from softmoe.train.evaluation import Evaluator, classify, match_pairs
 from softmoe.train.folder import RunFolder
 from softmoe.train.health import HealthWatch
 from softmoe.train.in_backward import InBackward
@@ -26,6 +27,7 @@ from softmoe.train.sharded import make_store
 from softmoe.train.sinks import Sink
 from softmoe.train.tap import RoutingTap
 from softmoe.train.team import Team
+from softmoe.train.texts import Extract, FeatureData, can_keep_features, prepare_tokenizer
 
 
 @dataclass
@@ -49,7 +51,7 @@ class Run:
     config: TrainConfig
     folder: RunFolder
     data: Data
-    model: VisionTransformer
+    model: VisionTransformer | TwoTower
     forward: nn.Module
     """The model, or its compiled form; same weights."""
     average: Average | None
@@ -93,6 +95,7 @@ def build(
     objective: Objective | None = None,
     evaluators: Mapping[str, Evaluator] | None = None,
     team: Team | None = None,
+    extract: Extract | None = None,
 ) -> Run:
     """Everything fresh, from the settings alone."""
     team = team or Team()
@@ -102,14 +105,22 @@ def build(
     device = choose_device(config.device, team.place)
     autocast = choose_precision(config.precision, device, progress.report)
     data = Data.open(config, team.world, team.rank)
-    shape = config.model.resolve(len(data.train.classes) or None, config.data.transform.image_size)
-    team.check(config, shape)
+    if config.text.size is not None:
+        data = replace(data, tokenizer=prepare_tokenizer(config, folder.path, data.train, team))
+    shape = shape_of(config, data)
+    team.check(config, image_tower(shape))
     make = partial(build_model, config, shape, device)
     model = team.spread(make)
     twin = team.spread(make) if team.world > 1 and config.ema is not None else None
+    if isinstance(model, TwoTower) and config.model.locked:
+        model.lock_image_tower()
+        if extract is not None and team.world == 1 and can_keep_features(config, len(data.train)):
+            data = FeatureData.of(data, model.image, extract)
     tap = RoutingTap(model)  # before compiling, which looks at the hooks
     average = None if config.ema is None else Average(model, config.ema, twin)  # a copy, before any hook
-    optimizer = make_optimizer(model, config.optim)
+    optimizer = make_optimizer(model, config.optim, locked=config.model.locked)
+    if objective is None:
+        objective = contrastive(config, data) if isinstance(model, TwoTower) else make_objective(config.objective)
     return Run(
         config=config,
         folder=folder,
@@ -120,14 +131,37 @@ def build(
         optimizer=optimizer,
         in_backward=InBackward(optimizer) if config.optim.in_backward else None,
         schedule=make_schedule(config.schedule, config.steps),
-        objective=objective or make_objective(config.objective),
-        evaluators=evaluators or {"val": lambda m, batches: classify(m, batches, config.objective.loss)},
+        objective=objective,
+        evaluators=evaluators or {"val": default_evaluator(config, objective)},
         device=device,
         autocast=autocast,
         tap=tap,
         store=make_store(folder.checkpoints, config.checkpoint, progress.report, team),
         metrics=MetricsFile(folder.metrics if team.leads else None),
         progress=progress,
-        flops_per_image=cost(shape).train_flops,
+        flops_per_image=training_flops(shape, locked=config.model.locked, cached=isinstance(data, FeatureData)),
         team=team,
     )
+
+
+def shape_of(config: TrainConfig, data: Data) -> ViTConfig | TwoTowerConfig:
+    """The model itself: an image tower, and with a tokenizer a text tower beside it."""
+    size = config.data.transform.image_size
+    if data.tokenizer is None:
+        return config.model.resolve(len(data.train.classes) or None, size)
+    return config.text.resolve(config.model.resolve(None, size), data.tokenizer.size, data.tokenizer.end)
+
+
+def image_tower(shape: ViTConfig | TwoTowerConfig) -> ViTConfig:
+    return shape.image if isinstance(shape, TwoTowerConfig) else shape
+
+
+def contrastive(config: TrainConfig, data: Data) -> Contrastive:
+    assert data.tokenizer is not None
+    return Contrastive(config.objective, data.tokenizer, config.text.length)
+
+
+def default_evaluator(config: TrainConfig, objective: Objective) -> Evaluator:
+    if isinstance(objective, Contrastive):
+        return partial(match_pairs, objective=objective)
+    return partial(classify, loss=config.objective.loss)

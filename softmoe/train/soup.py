@@ -107,13 +107,14 @@ class Ingredients:
         first = self.models[which[0]]
         made_of = [{"model": str(self.models[i].folder), "fingerprint": self.models[i].fingerprint} for i in which]
         return save_tensors(
-            first.config,
+            first.architecture,
             self.specs,
             lambda name: self.mean(name, which),
             out,
             preprocessing=first.preprocessing,
             classes=first.classes,
             provenance=provenance | {"ingredients": made_of},
+            tokenizer=first.tokenizer,
         )
 
 
@@ -143,7 +144,12 @@ def soup(models: Sequence[str | Path], out: str | Path) -> Soup:
 def greedy_soup(models: Sequence[str | Path], out: str | Path, score: Score, device: str = "cpu") -> Soup:
     """From the best model on, each next best is added if the score of the mean does not fall."""
     with Ingredients(models) as ingredients:
-        model = load_saved(ingredients.models[0], "cpu", verify=False).to(device)
+        first = ingredients.models[0]
+        if first.towers is not None:
+            raise ValueError(
+                "a greedy soup is chosen by classification, which two towers do not do: leave out --greedy"
+            )
+        model = load_saved(first, "cpu", verify=False).to(device)
         state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         model.load_state_dict(state, assign=True)  # mapped files must not be written to
 
@@ -183,7 +189,11 @@ def check_alike(models: Sequence[SavedModel]) -> None:
 
 
 def facts_of(saved: SavedModel) -> dict[str, Any]:
-    return describe(saved.config) | {"num_classes": saved.config.num_classes, "image size": saved.config.image_shape}
+    facts = describe(saved.config) | {"num_classes": saved.config.num_classes, "image size": saved.config.image_shape}
+    if saved.towers is None or saved.tokenizer is None:
+        return facts
+    text = {f"text {name}": value for name, value in saved.towers.to_dict()["text"].items()}
+    return facts | text | {"embed_dim": saved.towers.embed_dim, "tokenizer": saved.tokenizer.facts.sha256[:12]}
 
 
 def shown(spec: Spec | None) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from softmoe.models import VisionTransformer, ViTConfig
+from softmoe.models import TwoTower, VisionTransformer, ViTConfig
 from softmoe.train.config import ParallelSection, TrainConfig
 from softmoe.train.optim import clip_by_global_norm
 
@@ -74,7 +74,7 @@ class Team:
         if shape.moe and shape.moe_blocks and self.mesh.sizes.expert > 1:
             parallel.check_experts(shape.moe.num_experts, shape.width, shape.mlp_dim, self.mesh.sizes)
 
-    def spread(self, make: Callable[[], VisionTransformer]) -> VisionTransformer:
+    def spread(self, make: Callable[[], VisionTransformer | TwoTower]) -> VisionTransformer | TwoTower:
         """The model that `make` builds, over all processes; none of them ever holds the experts of all."""
         if self.world == 1:
             return make()

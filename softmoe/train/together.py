@@ -3,11 +3,13 @@
 import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from softmoe.data import Batch
+from softmoe.models import Embeddings
 from softmoe.train.evaluation import Evaluator
 from softmoe.train.parts import Data
 from softmoe.train.run import Run
@@ -25,9 +27,9 @@ def evaluate_share(evaluator: Evaluator, model: nn.Module, data: Data, team: Tea
     found = {} if first is None else evaluator(steady, itertools.chain([first], batches))
     for _ in batches:  # what the evaluator left
         pass
-    height, width = data.config.data.transform.size
+    nothing = no_inputs(data, next(model.parameters()).device)
     while steady.passes < batches.count:  # a rank without images still does its part in the others' passes
-        steady(torch.zeros(0, 3, height, width, device=next(model.parameters()).device))
+        steady(*nothing)
     shares = team.gather((found, batches.images))
     images = sum(count for _, count in shares)
     if not images:
@@ -43,10 +45,22 @@ class Steady(nn.Module):
         super().__init__()
         self.model, self.rows, self.passes = model, rows, 0
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, *inputs: Tensor) -> Any:
+        """Images, and for two towers tokens."""
         self.passes += 1
-        missing = images.new_zeros(self.rows - images.shape[0], *images.shape[1:])
-        return self.model(torch.cat([images, missing]))[: images.shape[0]]
+        rows = inputs[0].shape[0]
+        found = self.model(*(torch.cat([x, x.new_zeros(self.rows - rows, *x.shape[1:])]) for x in inputs))
+        if isinstance(found, Embeddings):
+            return found._replace(image=found.image[:rows], text=found.text[:rows])  # pyright: ignore[reportOptionalSubscript]
+        return found[:rows]
+
+
+def no_inputs(data: Data, device: torch.device) -> tuple[Tensor, ...]:
+    """What a model is given, of no images."""
+    images = torch.zeros(0, 3, *data.config.data.transform.size, device=device)
+    if data.tokenizer is None:
+        return (images,)
+    return images, torch.zeros(0, data.config.text.length, dtype=torch.int64, device=device)
 
 
 class Counted:

@@ -18,7 +18,15 @@ from softmoe.convert.files import read_model
 from softmoe.data import open_source
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
 from softmoe.models.embed import LearnedPositions
-from softmoe.models.pretrained import Preprocessing, SavedModel, load_saved, open_saved, save_pretrained
+from softmoe.models.pretrained import (
+    Preprocessing,
+    SavedModel,
+    load_saved,
+    load_two_tower,
+    open_saved,
+    save_pretrained,
+)
+from softmoe.models.saved import parse_architecture, split_architecture, tokenizer_of_run
 from softmoe.models.variants import SIZES
 from softmoe.parallel import part_like
 from softmoe.train.config import ModelSection, TrainConfig
@@ -110,11 +118,12 @@ def export(run: RunFolder) -> SavedModel:
     named = classes if len(classes) == checkpoint.config.num_classes else None
     made = checkpoint.provenance | ({"weights": config.model.weights} if config.model.weights else {})
     return save_pretrained(
-        load_saved(checkpoint),
+        load_saved(checkpoint) if checkpoint.towers is None else load_two_tower(checkpoint),
         run.path / "model",
         preprocessing=checkpoint.preprocessing,
         classes=named,
         provenance=made,
+        tokenizer=checkpoint.tokenizer,
     )
 
 
@@ -122,12 +131,13 @@ def export_parts(checkpoint: Path, config: TrainConfig, classes: Sequence[str], 
     """The same for a checkpoint of many processes: their parts are put together one tensor at a time."""
     from softmoe.parallel import state
 
-    shape = ViTConfig.from_dict(read_json(checkpoint / "config.json"))
+    shape, towers = split_architecture(parse_architecture(read_json(checkpoint / "config.json")))
     made = {"run": config.run_name, "step": read_json(checkpoint / "manifest.json")["step"]}
     return state.export(
         checkpoint / ("ema" if (checkpoint / "ema").is_dir() else "model"),  # the average was evaluated
-        shape,
+        towers or shape,
         folder,
+        tokenizer=towers and tokenizer_of_run(checkpoint.parent.parent, config.text.lower),
         preprocessing=Preprocessing.of(config.data.transform),
         classes=classes if len(classes) == shape.num_classes else None,
         provenance=made | {"recipe_data": config.data.train},

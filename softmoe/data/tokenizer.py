@@ -1,0 +1,195 @@
+"""Texts <-> token numbers, through the packages tokenizers or sentencepiece (extra: text).
+
+    tokenizer.json     a file of the package tokenizers, for example byte-level BPE
+    tokenizer.model    a file of SentencePiece, for example T5's
+
+As in the paper's code a text is put in lower case, ends with an end token that stays when the text is cut, and is
+filled up to its length with end tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_ENDS = ("</s>", "<|endoftext|>", "<eos>", "<|end|>", "[SEP]")  # by these names, the first that there is
+_LONGEST = 100  # characters a token may stand for on average; what lies beyond cannot count, and is not looked at
+_NOT_TEXT = re.compile("[\x00-\x1f\x7f\ufffd\\s]+")
+
+
+class Tokenizer:
+    """A tokenizer file in use. Pickles as its bytes."""
+
+    def __init__(self, name: str, data: bytes, lower: bool = True):
+        """`name` ends in .json or .model, which tells the kind."""
+        kind = Path(name).suffix
+        if kind not in (".json", ".model"):
+            raise ValueError(f"a tokenizer file ends in .json (tokenizers) or .model (SentencePiece), not {name!r}")
+        self.name, self.data, self.lower = f"tokenizer{kind}", data, lower
+        self._inner: _Json | _Piece = (_Json if kind == ".json" else _Piece)(data, name)
+        self.size, self.end = self._inner.size, self._inner.end
+
+    @classmethod
+    def open(cls, path: str | Path, lower: bool = True) -> Tokenizer:
+        file = Path(path).expanduser()
+        if not file.is_file():
+            raise ValueError(f"there is no tokenizer file {file}; make one with `softmoe tokenizer train`")
+        return cls(file.name, file.read_bytes(), lower)
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.blake2b(self.data + bytes([self.lower]), digest_size=12).hexdigest()
+
+    def encode(self, texts: Sequence[str], length: int) -> torch.Tensor:
+        """(texts, length) int64. Cut texts keep their end token; short ones are filled up with it."""
+        if length < 1:
+            raise ValueError(f"the length of texts must be at least 1, got {length}")
+        rows = torch.full((len(texts), length), self.end, dtype=torch.int64)
+        for row, numbers in zip(rows, self._inner.encode([self.prepare(t, length) for t in texts]), strict=True):
+            kept = numbers[: length - 1]
+            row[: len(kept)] = torch.tensor(kept, dtype=torch.int64)
+        return rows
+
+    def decode(self, numbers: Sequence[int]) -> str:
+        return self._inner.decode([number for number in numbers if number != self.end])
+
+    def prepare(self, text: str, length: int | None = None) -> str:
+        cut = text if length is None else text[: _LONGEST * length]
+        return normal_text(cut).lower() if self.lower else normal_text(cut)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Tokenizer, (self.name, self.data, self.lower)
+
+
+def normal_text(text: str) -> str:
+    """Without what is no text (control characters, bytes that were not UTF-8), and with single spaces."""
+    return _NOT_TEXT.sub(" ", text.encode("utf-8", "replace").decode("utf-8")).strip()
+
+
+class _Json:
+    def __init__(self, data: bytes, name: str):
+        tokenizers = _package("tokenizers")
+        try:
+            self.inner = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
+        except Exception as error:  # the package raises plain Exception
+            raise ValueError(f"{name} is not a tokenizer file of the package tokenizers: {_line(error)}") from error
+        self.inner.no_padding()
+        self.inner.no_truncation()
+        self.inner.encode_special_tokens = True  # "</s>" in a caption is text like any other
+        self.size = self.inner.get_vocab_size()
+        ends = [self.inner.token_to_id(word) for word in _ENDS]
+        self.end = next((end for end in ends if end is not None), -1)
+        if self.end < 0:
+            raise ValueError(f"the tokenizer {name} has no end token: none of {', '.join(_ENDS)}")
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        return [found.ids for found in self.inner.encode_batch(texts, add_special_tokens=False)]
+
+    def decode(self, numbers: list[int]) -> str:
+        return self.inner.decode(numbers).strip()
+
+
+class _Piece:
+    def __init__(self, data: bytes, name: str):
+        sentencepiece = _package("sentencepiece")
+        self.inner = sentencepiece.SentencePieceProcessor()
+        try:
+            self.inner.LoadFromSerializedProto(data)
+            self.size = self.inner.GetPieceSize()
+        except Exception as error:
+            raise ValueError(f"{name} is not a SentencePiece file: {_line(error)}") from error
+        self.end = self.inner.eos_id()
+        if self.size < 1 or self.end < 0:
+            raise ValueError(f"the SentencePiece file {name} has no end token")
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        return self.inner.EncodeAsIds(texts) if texts else []
+
+    def decode(self, numbers: list[int]) -> str:
+        return self.inner.DecodeIds(numbers)
+
+
+def train_tokenizer(texts: Iterable[str], size: int, kind: str = ".json", lower: bool = True) -> Tokenizer:
+    """Learn at most `size` tokens: byte-level BPE (.json), or a SentencePiece unigram model (.model). No text is ever
+    unknown to either: what they have not met they spell in bytes."""
+    if kind not in (".json", ".model"):
+        raise ValueError(f"a tokenizer file ends in .json or .model, not {kind!r}")
+    if size < 300:
+        raise ValueError(f"a tokenizer needs at least 300 tokens (256 are the bytes), got {size}")
+    lines = _lines(texts, lower)
+    first = next(lines, None)
+    if first is None:
+        raise ValueError("there are no captions to learn tokens from")
+
+    def all_lines() -> Iterator[str]:
+        assert first is not None
+        yield first
+        yield from lines
+
+    data = _train_bpe(all_lines(), size) if kind == ".json" else _train_sentencepiece(all_lines(), size)
+    return Tokenizer(f"tokenizer{kind}", data, lower)
+
+
+def _lines(texts: Iterable[str], lower: bool) -> Iterator[str]:
+    for text in texts:
+        line = normal_text(text)
+        if line:
+            yield line.lower() if lower else line
+
+
+def _train_bpe(lines: Iterator[str], size: int) -> bytes:
+    tokenizers = _package("tokenizers")
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=["<unk>", "</s>"],  # the end token is number 1, as in T5's
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    inner.train_from_iterator(lines, trainer)
+    return inner.to_str().encode()
+
+
+def _train_sentencepiece(lines: Iterator[str], size: int) -> bytes:
+    sentencepiece = _package("sentencepiece")
+    out = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.Train(
+            sentence_iterator=lines,
+            model_writer=out,
+            vocab_size=size,
+            hard_vocab_limit=False,
+            byte_fallback=True,
+            character_coverage=1.0,
+            pad_id=0,
+            eos_id=1,
+            unk_id=2,
+            bos_id=-1,
+            num_threads=1,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise ValueError(f"SentencePiece cannot learn {size} tokens from these captions: {_line(error)}") from error
+    return out.getvalue()
+
+
+def _package(name: str) -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of the wrapper generator some versions were made with
+            return __import__(name)
+    except ImportError as error:
+        raise ValueError(f"texts need the package {name}: pip install 'softmoe[text]'") from error
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,0 +1,118 @@
+"""A sentence and a folder of images -> the images it describes best, as a list and as a page with thumbnails."""
+
+import base64
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from PIL import Image
+
+from softmoe import __version__
+from softmoe.data import BrokenImage
+from softmoe.data.source import fingerprint
+from softmoe.data.tokenizer import normal_text
+from softmoe.evaluate.features import Progress
+from softmoe.evaluate.inputs import FileSource, find_images
+from softmoe.evaluate.towers import load_towers
+
+THUMBNAIL = 224
+
+
+@dataclass(frozen=True)
+class Hit:
+    path: Path
+    score: float
+    """Cosine of the angle between the text and the image, at most 1."""
+
+
+@dataclass(frozen=True)
+class Hits:
+    query: str
+    hits: tuple[Hit, ...]
+    images: int
+    """How many were searched."""
+    unreadable: int
+
+    def to_dict(self) -> dict[str, Any]:
+        found = [{"image": str(hit.path), "score": hit.score} for hit in self.hits]
+        return {"query": self.query, "images": self.images, "unreadable": self.unreadable, "hits": found}
+
+
+class FilesAsTheyAre(FileSource):
+    """Image files, known by name, size and time: a changed file is another one, so its features are computed anew."""
+
+    def __init__(self, paths: Sequence[Path]):
+        super().__init__([path.resolve() for path in paths if path.is_file()])
+        facts = [(str(path), path.stat()) for path in self.paths]
+        self.fingerprint = fingerprint("search", *(f"{name}\0{s.st_size}\0{s.st_mtime_ns}" for name, s in facts))
+
+
+def search(
+    model: str | Path,
+    query: str,
+    images: Sequence[str | Path] | str | Path,
+    *,
+    top: int = 24,
+    image_size: int | tuple[int, int] | None = None,
+    batch_size: int = 64,
+    workers: int = 0,
+    device: str = "auto",
+    cache: bool = True,
+    progress: Progress | None = None,
+) -> Hits:
+    """The `top` images of files, folders and patterns that are nearest to the text; equal ones in order of name.
+
+    The first search of a folder computes its features; later ones, for any text, read them from the cache.
+    """
+    if not normal_text(query):
+        raise ValueError("the text to search for is empty")
+    if top < 1:
+        raise ValueError(f"top must be at least 1, got {top}")
+    names = [images] if isinstance(images, str | Path) else images
+    source = FilesAsTheyAre(find_images([str(name) for name in names]))
+    if not len(source):
+        raise ValueError(f"there is no image file {', '.join(map(str, names))}")
+    towers = load_towers(model, device=device, image_size=image_size)
+    options: dict[str, Any] = {"batch_size": batch_size, "workers": workers, "cache": cache, "progress": progress}
+    image_nE, features = towers.embed_images(source, **options)
+    score_n = image_nE @ towers.embed_texts([query])[0]
+    order = score_n.argsort(descending=True, stable=True)[:top].tolist()
+    hits = tuple(Hit(source.paths[int(features.indices[row])], float(score_n[row])) for row in order)
+    return Hits(query, hits, len(image_nE), len(source) - len(image_nE))
+
+
+def write_page(found: Hits, path: Path) -> Path:
+    """One file that opens from disk. Names and the text may be anybody's: they are escaped."""
+    page = jinja2.Environment(autoescape=True).from_string(
+        files("softmoe.evaluate").joinpath("search.html").read_text(encoding="utf-8")
+    )
+    shown = [
+        {
+            "name": hit.path.name,
+            "address": hit.path.as_uri(),
+            "score": f"{hit.score:.3f}",
+            "picture": thumbnail(hit.path),
+        }
+        for hit in found.hits
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = page.render(query=found.query, images=found.images, hits=shown, version=__version__)
+    path.write_text(text, encoding="utf-8", errors="replace")
+    return path
+
+
+def thumbnail(path: Path) -> str:
+    """A small JPEG as a data address; empty if the file went away meanwhile."""
+    try:
+        pixels = FileSource([path]).read(0, THUMBNAIL).image
+    except BrokenImage:
+        return ""
+    picture = Image.fromarray(pixels)
+    picture.thumbnail((THUMBNAIL, THUMBNAIL))
+    buffer = io.BytesIO()
+    picture.save(buffer, "JPEG", quality=85)
+    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -1,0 +1,157 @@
+"""Classes by their names alone: an image is what its nearest sentence says.
+
+Letters: n images, C classes, E width of the common space.
+
+Each class name is put into several templates ("a photo of a {}"); the mean of their vectors, made of length 1 again,
+stands for the class. Names and templates are canonicalized as in big_vision: underscores become spaces, punctuation
+goes, all in lower case. Ties count as misses.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from softmoe.data import Source
+from softmoe.evaluate.features import Progress
+from softmoe.evaluate.inputs import open_data, random_subset
+from softmoe.evaluate.towers import Towers, load_towers
+from softmoe.models.two_tower import unit
+
+TEMPLATES = (
+    "{}",
+    "a {}",
+    "a photo of a {}",
+    "a picture of a {}",
+    "an image of the {}",
+    "a close-up of a {}",
+    "a photo with one {} in it",
+    "this is a {}",
+)
+_PLACE = "{}"
+
+
+def canonical(text: str) -> str:
+    """Lower case, no punctuation but the placeholder {}, single spaces."""
+    parts = text.replace("_", " ").split(_PLACE)
+    return " ".join(_PLACE.join(re.sub(r"[^\w\s]", "", part) for part in parts).lower().split())
+
+
+def zeroshot(
+    model: str | Path,
+    data: str,
+    *,
+    split: str = "val",
+    classes: str | Path | None = None,
+    templates: Sequence[str] | None = None,
+    examples: int | None = None,
+    image_size: int | tuple[int, int] | None = None,
+    batch_size: int = 128,
+    workers: int = 0,
+    device: str = "auto",
+    cache: bool = True,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Top-1 and top-5 of two towers on data with classes. `classes` is a JSON file with other names for them."""
+    source = random_subset(open_data(data, split), examples)
+    if not source.classes:
+        raise ValueError("this data has no classes, so nothing can be right or wrong; try `softmoe retrieve`")
+    names = class_names(source, classes)
+    prompts = check_templates(TEMPLATES if templates is None else templates)
+    towers = load_towers(model, device=device, image_size=image_size)
+    options: dict[str, Any] = {"batch_size": batch_size, "workers": workers, "cache": cache, "progress": progress}
+    image_nE, features = towers.embed_images(source, **options)
+    class_CE = class_vectors(towers, names, prompts)
+    rank_n = ranks(image_nE, torch.from_numpy(features.labels), class_CE)
+    labeled = rank_n[rank_n >= 0]
+    if not len(labeled):
+        raise ValueError("there is nothing to evaluate on: no image has a label")
+    return {
+        "model": str(towers.saved.folder),
+        "model_fingerprint": towers.saved.fingerprint,
+        "data": {data: source.fingerprint},
+        "split": split,
+        "numbers": {f"top{k}": float((labeled < k).double().mean()) for k in (1, 5)},
+        "chance": 1 / len(names),
+        "images": len(labeled),
+        "classes": list(names),
+        "templates": list(prompts),
+    }
+
+
+def class_vectors(towers: Towers, names: Sequence[str], templates: Sequence[str]) -> Tensor:
+    """(C, E) of length 1: the mean of the vectors of all templates."""
+    texts = [template.replace(_PLACE, name) for name in names for template in templates]
+    text_CTE = towers.embed_texts(texts).unflatten(0, (len(names), len(templates)))
+    return unit(text_CTE.mean(1))
+
+
+def ranks(image_nE: Tensor, labels: Tensor, class_CE: Tensor) -> Tensor:
+    """(n,): how many wrong classes are at least as near as the nearest right one; -1 for an image without a label.
+
+    Labels are (n,) class numbers or (n, C) with 1 where a class applies.
+    """
+    C = len(class_CE)
+    right_nC = labels > 0 if labels.ndim == 2 else torch.nn.functional.one_hot(labels.long(), C).bool()
+    found = []
+    for image_bE, right_bC in zip(image_nE.split(1024), right_nC.split(1024), strict=True):
+        cosine_bC = image_bE.double() @ class_CE.double().T
+        best_b1 = cosine_bC.masked_fill(~right_bC, -torch.inf).amax(1, keepdim=True)
+        rank_b = ((cosine_bC >= best_b1) & ~right_bC).sum(1)
+        found.append(torch.where(right_bC.any(1), rank_b, -1))
+    return torch.cat(found)
+
+
+def class_names(source: Source, file: str | Path | None) -> tuple[str, ...]:
+    """Canonical names in the order of the labels. ValueError where two classes have the same."""
+    given = list(source.classes) if file is None else read_names(file, source.classes)
+    names = [canonical(name) for name in given]
+    seen: dict[str, int] = {}
+    for number, name in enumerate(names):
+        if not name:
+            raise ValueError(f"class {number} has no name that can be said: {given[number]!r}; use --classes")
+        if name in seen:
+            raise ValueError(
+                f"the classes {seen[name]} and {number} are both called {name!r}, so no sentence can tell them apart: "
+                "give them names of their own with --classes names.json"
+            )
+        seen[name] = number
+    return tuple(names)
+
+
+def read_names(file: str | Path, classes: Sequence[str]) -> list[str]:
+    """A JSON list in the order of the labels, or an object by the data's names or by number; of several the first."""
+    try:
+        values = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (ValueError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    rows: list[Any]
+    if isinstance(values, list):
+        if len(values) != len(classes):
+            raise ValueError(f"{file} names {len(values)} classes, but the data has {len(classes)}")
+        rows = values
+    elif isinstance(values, dict):
+        rows = [values.get(name, values.get(str(number))) for number, name in enumerate(classes)]
+        if None in rows:
+            raise ValueError(f"{file} has no name for the class {classes[rows.index(None)]!r}")
+    else:
+        raise ValueError(f"{file} must be a list of names, or an object of them by class")
+    names: list[Any] = [row[0] if isinstance(row, list) and row else row for row in rows]
+    wrong = next((name for name in names if not isinstance(name, str)), None)
+    if wrong is not None:
+        raise ValueError(f"{file}: a name is a string, or a list whose first is taken, not {wrong!r}")
+    return names
+
+
+def check_templates(templates: Sequence[str]) -> tuple[str, ...]:
+    """Canonical templates. ValueError for one without a place for the name."""
+    if not templates:
+        raise ValueError("give at least one template, such as 'a photo of a {}'")
+    for template in templates:
+        if template.count(_PLACE) != 1:
+            raise ValueError(f"a template has one {{}} where the name goes, not {template!r}")
+    return tuple(canonical(template) for template in templates)

@@ -1,0 +1,95 @@
+"""Which caption belongs to which image: the sigmoid loss (SigLIP, the paper's) and the softmax loss (CLIP).
+
+Letters: B images of this process, W * B those of all, E width of the common space.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from softmoe.data import Tokenizer
+from softmoe.models import Embeddings
+from softmoe.moe.routing import no_autocast
+from softmoe.parallel.gather import first_row, gather_rows
+from softmoe.train.config import ObjectiveSection
+
+
+class Contrastive:
+    """The objective of two towers. It looks at all pairs of a batch together: `embed` works on any part of the batch,
+    `join` on the whole, so a large batch can be computed in parts with the gradient of the whole (see step.py)."""
+
+    def __init__(self, config: ObjectiveSection, tokenizer: Tokenizer, length: int):
+        self.config, self.tokenizer, self.length = config, tokenizer, length
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.join(self.embed(model, batch))
+
+    def embed(self, model: nn.Module, batch: Any) -> Embeddings:
+        return model(batch.images, self.tokens(batch).to(batch.images.device))
+
+    def join(self, embeddings: Embeddings) -> tuple[Tensor, dict[str, Tensor]]:
+        return contrastive_loss(embeddings, self.config.loss), {}
+
+    def tokens(self, batch: Any) -> Tensor:
+        """(B, length): of several captions the one that was drawn, in evaluation the first."""
+        draws = [0] * len(batch.captions) if batch.draws is None else batch.draws.tolist()
+        texts = [captions[draw % len(captions)] for captions, draw in zip(batch.captions, draws, strict=True)]
+        return self.tokenizer.encode(texts, self.length)
+
+
+def contrastive_loss(e: Embeddings, kind: str, *, alone: bool = False) -> Tensor:
+    """Of this rank's images (and, for softmax, texts) against those of all ranks; the mean over the ranks is the loss
+    of the whole batch. `alone` leaves the other ranks out.
+
+    sigmoid   mean over images i of the sum over texts j of -log sigmoid(+-logit_ij), + where j is i's own
+    softmax   mean of the cross-entropies of each image's text and of each text's image
+    """
+    assert e.image is not None
+    assert e.text is not None
+    texts = e.text if alone else gather_rows(e.text)
+    own_B = torch.arange(len(e.image), device=e.image.device) + (0 if alone else first_row(e.image))
+    with no_autocast(e.image):
+        logits = e.image @ texts.T * e.scale
+        if kind == "sigmoid":
+            sign = torch.full_like(logits, -1.0).scatter_(1, own_B[:, None], 1.0)
+            biased = logits if e.bias is None else logits + e.bias
+            return -F.logsigmoid(sign * biased).sum(1).mean()
+        images = e.image if alone else gather_rows(e.image)
+        of_texts = e.text @ images.T * e.scale
+        return 0.5 * (F.cross_entropy(logits, own_B) + F.cross_entropy(of_texts, own_B))
+
+
+def joined(parts: list[Embeddings]) -> Embeddings:
+    """The embeddings of a batch from those of its parts, as numbers to be differentiated by."""
+
+    def rows(tensors: list[Tensor | None]) -> Tensor:
+        return torch.cat([t for t in tensors if t is not None]).detach().requires_grad_()
+
+    first = parts[0]
+    return Embeddings(
+        rows([part.image for part in parts]),
+        rows([part.text for part in parts]),
+        first.scale.detach().requires_grad_(),
+        None if first.bias is None else first.bias.detach().requires_grad_(),
+    )
+
+
+def with_gradient(part: Embeddings, whole: Embeddings, start: int) -> Tensor:
+    """A number whose gradient, in the weights behind `part` (rows from `start` on), is that of the loss which left its
+    gradients in `whole`. Scale and bias are counted with the first part."""
+    pairs = [(part.image, whole.image), (part.text, whole.text)]
+    total = torch.stack(
+        [
+            (mine * found.grad[start : start + len(mine)]).sum()
+            for mine, found in pairs
+            if mine is not None and found is not None and found.grad is not None
+        ]
+    ).sum()
+    if start:
+        return total
+    for mine, found in ((part.scale, whole.scale), (part.bias, whole.bias)):
+        if mine is not None and found is not None and found.grad is not None:
+            total = total + mine * found.grad
+    return total
