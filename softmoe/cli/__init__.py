@@ -9,6 +9,7 @@ COMMANDS = {
     "cost": "parameters, FLOPs and the paper's cost columns, before anything runs",
     "doctor": "what is wrong with a model or a run, in plain words",
     "evaluate": "accuracy, loss and calibration of a saved model",
+    "export": "write a model as a file that runs without softmoe",
     "fewshot": "how well a few examples of each class tell the classes apart",
     "finetune": "train a saved model on other classes, at any image size",
     "inspect": "what the routers of a model do, as figures and as a page",

@@ -1,0 +1,47 @@
+"""`softmoe export MODEL --to FORMAT`: a file that runs without softmoe."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from softmoe.cli.cost import parse_size
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Write a model as one file that runs without softmoe, for any batch size, and compare it with the model."""
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """Folder of a saved model or of a run, or a Hub id (user/name)."""
+    to: Literal["torch-export", "onnx", "aoti"]
+    """torch-export: any torch; onnx: ONNX Runtime and others; aoti: compiled for this kind of processor."""
+    out: Path | None = None
+    """File to write; the model's name with .pt2 or .onnx if not given. Beside it: a .json with its classes."""
+    image_size: str | None = None
+    """Pixels, or HEIGHTxWIDTH; the size the model was saved with if not given. It is fixed in the file."""
+    features: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Give the vector before the head instead of the logits."""
+
+
+def main(argv: list[str]) -> int:
+    a = tyro.cli(Arguments, args=argv, prog="softmoe export")
+    size = None if a.image_size is None else parse_size(a.image_size)
+
+    import torch
+
+    from softmoe.evaluate import load
+    from softmoe.inference.export import SUFFIX, export
+
+    loaded = load(a.model, device="cpu", image_size=size)
+    model = loaded.model.float()
+    if a.features:
+        model.head = torch.nn.Identity()
+    out = a.out or Path(Path(a.model).resolve().name + SUFFIX[a.to])
+    classes = None if a.features else loaded.saved.classes
+    made = export(model, out, a.to, preprocessing=loaded.preprocessing, classes=classes)
+    print(f"{made.path}  {made.bytes / 1e6:.1f} MB")
+    for batch, difference in made.differences.items():
+        print(f"batch {batch}: outputs differ from the model's by {difference:.1e} of the largest")
+    return 0

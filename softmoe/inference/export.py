@@ -1,0 +1,132 @@
+"""A model as one file that runs without softmoe: torch.export, ONNX, or a compiled AOTInductor package.
+
+Soft MoE is the MoE that exports: static shapes, no sorting, no dropped tokens, only products and softmaxes. The file
+is run after it was written, at two batch sizes, and compared with the model; one that differs is not left behind.
+"""
+
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from softmoe.inference.prepare import prepare
+from softmoe.models.saved import Preprocessing
+
+FORMATS = ("torch-export", "onnx", "aoti")
+Format = Literal["torch-export", "onnx", "aoti"]
+SUFFIX = {"torch-export": ".pt2", "onnx": ".onnx", "aoti": ".pt2"}
+BATCHES = (1, 3)
+TOLERANCE = 1e-3
+"""Of the largest output: what a file may differ from the model. Float32 sums in another order differ by about 1e-6."""
+_ONNX_LIMIT = 1_500_000_000  # bytes; an ONNX file holds less than 2 GB, larger weights lie beside it
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written, and how far its outputs are from the model's."""
+
+    path: Path
+    format: str
+    bytes: int
+    differences: dict[int, float]
+    """Batch size -> largest difference, relative to the largest output."""
+
+
+def export(
+    model: nn.Module,
+    path: str | Path,
+    to: Format,
+    *,
+    preprocessing: Preprocessing,
+    classes: Sequence[str] | None = None,
+) -> Exported:
+    """Write `model` ((B, 3, height, width) in [-1, 1] -> (B, outputs)) with a free batch size, and check the file.
+
+    Beside it lies a .json with the size and the crop of its images and the names of its classes.
+    """
+    if to not in FORMATS:
+        raise ValueError(f"the format must be one of {', '.join(FORMATS)}, got {to!r}")
+    target = Path(path).expanduser()
+    if not target.resolve().parent.is_dir():
+        raise ValueError(f"there is no folder {target.resolve().parent} to write {target.name} into")
+    if target.suffix != SUFFIX[to]:
+        raise ValueError(f"a file of {to} must end in {SUFFIX[to]}, got {target.name}")
+    plain = prepare(model, copy_weights=False)
+    height, width = preprocessing.image_size
+    draw = torch.Generator().manual_seed(0)
+    inputs = {batch: torch.rand(batch, 3, height, width, generator=draw) * 2 - 1 for batch in BATCHES}
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # exporters warn of their own insides
+        run = {"torch-export": _torch_export, "onnx": _onnx, "aoti": _aoti}[to](plain, inputs[BATCHES[1]], target)
+        differences = {batch: _difference(run(images), plain(images)) for batch, images in inputs.items()}
+    worst = max(differences.values())
+    if not worst <= TOLERANCE:
+        for left in (target, Path(f"{target}.data")):
+            left.unlink(missing_ok=True)
+        raise ValueError(f"{target} was removed: its outputs differ from the model's by {worst:.1e} of the largest")
+    facts = {"format": to, "input": "images", "preprocessing": asdict(preprocessing), "classes": classes}
+    target.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")
+    size = sum(p.stat().st_size for p in (target, Path(f"{target}.data")) if p.exists())
+    return Exported(target, to, size, differences)
+
+
+Run = Callable[[Tensor], Tensor]
+
+
+def _trace(model: nn.Module, images: Tensor) -> torch.export.ExportedProgram:
+    return torch.export.export(model, (images,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
+
+
+def _torch_export(model: nn.Module, images: Tensor, target: Path) -> Run:
+    torch.export.save(_trace(model, images), target)
+    return torch.export.load(target).module()
+
+
+def _aoti(model: nn.Module, images: Tensor, target: Path) -> Run:
+    from torch._inductor import aoti_compile_and_package, aoti_load_package
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        aoti_compile_and_package(_trace(model, images), package_path=str(target))
+    except InvalidCxxCompiler as error:
+        raise ValueError("aoti compiles the model and needs a C++ compiler: install g++") from error
+    return aoti_load_package(str(target))
+
+
+def _onnx(model: nn.Module, images: Tensor, target: Path) -> Run:
+    try:
+        import onnx  # noqa: F401  # all three are needed; the first two by torch's exporter
+        import onnxruntime
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"export to ONNX needs {error.name}: pip install 'softmoe[export]'") from error
+    size = sum(tensor.nbytes for tensor in model.state_dict().values())
+    torch.onnx.export(
+        model,
+        (images,),
+        str(target),
+        input_names=["images"],
+        output_names=["outputs"],
+        dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
+        dynamo=True,
+        external_data=size > _ONNX_LIMIT,
+        verbose=False,
+    )
+    session = onnxruntime.InferenceSession(str(target), providers=["CPUExecutionProvider"])
+
+    def run(images: Tensor) -> Tensor:
+        outputs: Any = session.run(None, {"images": images.numpy()})
+        return torch.from_numpy(outputs[0])
+
+    return run
+
+
+def _difference(ours: Tensor, plain: Tensor) -> float:
+    if ours.shape != plain.shape:
+        return float("inf")
+    return float((ours - plain).abs().max() / plain.abs().max().clamp(min=1e-12))
