@@ -1,0 +1,87 @@
+"""What several studies compute: frontiers, leads at equal cost, settings that are equal for equal models."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from softmoe.studies.catalog import ablations, bpr, experts_slots, pareto, placement
+from softmoe.studies.figures import frontier
+from softmoe.studies.jobs import Training, key_of
+from softmoe.studies.lab import make_lab
+from softmoe.studies.results import Row, Table
+
+POINTS = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), min_size=1)
+
+
+@given(POINTS)
+def test_the_frontier_is_what_nothing_beats(points: list[tuple[int, int]]) -> None:
+    """By plain comparison of all pairs: a point is on it if no other is at least as good and better in one way."""
+    plain = {
+        p
+        for p in points
+        if not any(q != p and q[0] <= p[0] and q[1] >= p[1] for q in points)
+    }  # fmt: skip
+    assert frontier(points) == sorted(plain)
+
+
+def test_the_lead_is_taken_at_equal_cost() -> None:
+    """On a line in the logarithm of the cost; points that cost less or more than the line are left out."""
+    line = [(1.0, 10.0), (100.0, 30.0)]
+    assert pareto.mean_gap(line, [(10.0, 15.0)]) == 5.0
+    assert pareto.mean_gap(line, [(10.0, 15.0), (1.0, 11.0), (0.5, 0.0), (1e9, 0.0)]) == 2.0
+    assert pareto.mean_gap(line, [(1000.0, 1.0)]) is None
+    assert pareto.mean_gap(line[:1], [(1.0, 1.0)]) is None
+
+
+def test_the_lead_goes_seed_by_seed() -> None:
+    """Two seeds whose level differs have the same lead; time is that of the one thread where it is known."""
+    rows = [
+        Row({"router": router, "model": name}, seed, {"top1": quality + 5.0 * seed, "tflops": cost, "seconds": 9.0})
+        for router, name, cost, quality in (
+            ("soft", "a", 1.0, 10.0),
+            ("soft", "b", 4.0, 12.0),
+            ("dense", "a", 2.0, 9.0),
+        )
+        for seed in range(2)
+    ]
+    assert pareto.lead(Table(tuple(rows)), "dense", "tflops", "top1") == {0: 2.0, 1: 2.0}
+    assert pareto.time_of({"seconds": 9.0, "cpu_seconds": 3.0}) == 3.0
+
+
+def test_equal_models_are_one_run() -> None:
+    """However a study says it, one slot per expert, K = 1 and the base's width are the same settings."""
+    lab = make_lab("small")
+
+    def key(*args: str, **named: object) -> str:
+        return key_of(Training(lab.config(*args, **named)))  # pyright: ignore[reportArgumentType]
+
+    assert key("soft") == key("soft", num_experts=16, slots_per_expert=1, normalize=True, width=32)
+    assert key("tokens_choice") == key("tokens_choice", top_k=1, capacity_factor=1.0, batch_priority=True)
+    assert key("soft") != key("soft", scale_init=1.0)
+    assert key("soft", num_experts=128) != key("soft")
+
+
+def test_studies_share_runs() -> None:
+    """At scale small the studies that are run together have far fewer runs than cells."""
+    lab = make_lab("small")
+    cells = [cell for study in (ablations, bpr, pareto, experts_slots) for cell in study.cells(lab)]
+    assert len({key_of(cell.job) for cell in cells}) < len(cells) - 10
+
+
+def test_printed_numbers_are_read_from_the_tables() -> None:
+    """A few by hand: the paper's Table 2, Table 8 and Table 4."""
+    assert ablations.printed()["10shot"] == {
+        "soft": 74.8, "soft_uniform": 72.0, "uniform_soft": 71.8, "uniform": 70.0, "identity": 69.1, "dense": 62.3,
+    }  # fmt: skip
+    assert [round(g, 1) for g in bpr.gain(1, "10shot")] == [4.4, 4.7]
+    assert round(placement.lead("soft", placement.LAST, "10shot"), 1) == 1.7
+    assert len(pareto.printed("soft", "tflops", "10shot")) == 18
+
+
+def test_places_without_enough_slots_are_left_out() -> None:
+    """A Soft MoE has at least one slot per expert; a sparse router chooses at most all experts."""
+    lab = make_lab("small")
+    assert experts_slots.place(lab, "soft", 64, 1) is None
+    found = experts_slots.place(lab, "soft", 4, 4)
+    assert found is not None
+    assert found.model.slots_per_expert == 16
+    assert experts_slots.place(lab, "tokens_choice", 2, 4) is None
