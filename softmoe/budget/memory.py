@@ -14,6 +14,7 @@ from softmoe.models import ViTConfig
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 1, "none": 0}  # numbers kept per parameter; sgd with momentum
 ROUTING_BYTES = 4  # routers compute in float32 whatever the model runs in
 INDEX_BYTES = 8
+WAITING = 64 << 20  # bytes of small gradients that updates in the backward pass let wait for each other
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,15 @@ def memory(
     optimizer: str = "adamw",
     weight_bytes: int = 4,
     activation_bytes: int = 4,
+    state_bytes: int | None = None,
+    in_backward: bool = False,
     gradient_checkpointing: bool = False,
 ) -> Memory:
     """Estimated bytes to train a model on batches of `batch_size` images.
 
     4 bytes are float32, 2 are float16 or bfloat16. 4-byte weights with 2-byte activations is autocast, which also
-    keeps a 2-byte copy of the weights.
+    keeps a 2-byte copy of the weights. `state_bytes` is of one number of the optimizer's state (None: as the weights).
+    With updates `in_backward` the gradients are those of the largest parameter, and few smaller ones.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
@@ -53,7 +57,18 @@ def memory(
     if activation_bytes < weight_bytes:
         activations += params * activation_bytes
     weights = params * weight_bytes
-    return Memory(weights, weights, OPTIMIZER_STATES[optimizer] * weights, activations)
+    gradients = min(weights, largest_parameter(config) * weight_bytes + WAITING) if in_backward else weights
+    states = OPTIMIZER_STATES[optimizer] * params * (weight_bytes if state_bytes is None else state_bytes)
+    return Memory(weights, gradients, states, activations)
+
+
+def largest_parameter(config: ViTConfig) -> int:
+    """Numbers in it: the stacked matrices of all experts, if there are any."""
+    c, moe = config, routed(config)
+    matrices = [3 * c.width**2, c.width * c.mlp_dim, 3 * c.width * c.patch_size**2, c.width * (c.num_classes or 0)]
+    if moe is not None and moe.layers:
+        matrices.append(moe.experts * c.width * c.mlp_dim)
+    return max(matrices)
 
 
 def activation_memory(config: ViTConfig, batch_size: int, item: int, gradient_checkpointing: bool) -> int:
@@ -84,7 +99,7 @@ def outside_bytes(config: ViTConfig, batch_size: int, item: int) -> int:
 def attention_bytes(config: ViTConfig, T: int, item: int) -> int:
     """The two residual inputs and their norms; queries, keys, values; the fused attention's result."""
     D, A = config.width, config.heads
-    rows = 11 if config.qk_norm or config.attention_dropout else 8
+    rows = 11 if config.attention_dropout else 10 if config.qk_norm else 8
     kept = T * (rows * D + (5 if config.qk_norm else 1) * A + 4)
     if config.attention_dropout:  # not fused: the weights before and after dropout, and its mask
         kept += 3 * A * T * config.tokens

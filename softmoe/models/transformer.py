@@ -41,12 +41,11 @@ class Attention(nn.Module):
             nn.init.zeros_(linear.bias)
 
     def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> Tensor:
-        qkv_3BAME = self.qkv(x_BMD).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        query, key, value = qkv_3BAME.unbind(0)
+        query, key, value = (t.unflatten(2, (self.heads, -1)) for t in self.qkv(x_BMD).chunk(3, dim=2))  # (B, M, A, E)
         mixed_BAME = F.scaled_dot_product_attention(
-            self.query_norm(query).to(value.dtype),
-            self.key_norm(key).to(value.dtype),
-            value,
+            self.query_norm(query).to(value.dtype).transpose(1, 2),
+            self.key_norm(key).to(value.dtype).transpose(1, 2),
+            value.transpose(1, 2),
             attn_mask=None if mask is None else mask[:, None, None, :],
             dropout_p=self.dropout if self.training else 0.0,
         )

@@ -51,6 +51,8 @@ def memory_needed(config: TrainConfig, shape: ViTConfig) -> dict[str, int]:
         config.data.batch_size // config.accumulate,
         optimizer=config.optim.name,
         activation_bytes=2 if config.precision == "bfloat16" else 4,
+        state_bytes=2 if config.optim.states == "bfloat16" else 4,
+        in_backward=config.optim.in_backward,
         gradient_checkpointing=config.gradient_checkpointing,
     )
     copies = {"average": need.weights} if config.ema is not None else {}

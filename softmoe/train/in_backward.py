@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
+from softmoe.budget.memory import WAITING
 from softmoe.train.optim import gradients
 
-LIMIT = 64 << 20  # bytes of gradients that may wait; smaller parameters are updated together
+LIMIT = WAITING  # bytes; smaller parameters are updated together
 
 
 class InBackward:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from softmoe.budget import cost, memory
+from softmoe.budget.memory import WAITING
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
 from softmoe.models.config import ROUTERS
 
@@ -64,6 +65,21 @@ def test_weights_gradients_and_optimizer_are_exact() -> None:
     assert m.total == 16 * params + m.activations
     assert memory(BASE, 1, optimizer="sgd").optimizer_state == 4 * params
     assert memory(BASE, 1, weight_bytes=2, activation_bytes=2).weights == 2 * params
+
+
+def test_small_states_and_updates_in_the_backward_pass() -> None:
+    """Moments of two bytes are half; gradients are those of the largest parameter where that is less than all."""
+    params = cost(BASE).params
+    assert memory(BASE, 1, state_bytes=2).optimizer_state == 4 * params
+    assert memory(BASE, 1, in_backward=True).gradients == 4 * params  # all of them wait for each other
+    many = replace(BASE, moe=MoEConfig("soft", 2048))
+    largest = max(p.numel() for p in _on_meta(many).parameters())
+    assert memory(many, 1, in_backward=True).gradients == 4 * largest + WAITING
+
+
+def _on_meta(config: ViTConfig) -> VisionTransformer:
+    with torch.device("meta"):
+        return VisionTransformer(config)
 
 
 def test_grows_with_the_batch_and_shrinks_with_precision() -> None:
