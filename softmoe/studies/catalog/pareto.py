@@ -99,6 +99,8 @@ def claims(table: Table) -> Iterator[Claim]:
                 leads = lead(table, other, cost, number)
                 if number == "val_loss":
                     leads = {seed: -value for seed, value in leads.items()}
+                if not leads:  # no costs in common
+                    continue
                 text = f"Soft MoE is better than {NAMES[other]} at equal {words}: {number}"
                 unit = "nats lower" if number == "val_loss" else "points"
                 yield Claim(text, paired(leads, dict.fromkeys(leads, 0.0)), printed_lead(other, cost, number), unit)
