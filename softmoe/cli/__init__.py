@@ -19,6 +19,7 @@ COMMANDS = {
     "report": "one page for one or several runs",
     "retrieve": "the right captions for images and the right image for captions, recall at 1, 5, 10",
     "search": "the images that a sentence describes best, as a page",
+    "serve": "answer images over HTTP with classes or embeddings",
     "soup": "average the weights of several fine-tuned models",
     "study": "one of the paper's experiments: runs, figure and verdict",
     "tokenizer": "learn a tokenizer from captions",

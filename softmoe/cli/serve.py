@@ -1,0 +1,69 @@
+"""`softmoe serve MODEL`: classes and embeddings over HTTP."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from softmoe.cli.cost import parse_size
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Answer images sent over HTTP with their classes (POST /classify) or embeddings (POST /embed)."""
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """Folder of a saved model or of a run, or a Hub id (user/name)."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0 takes any free port."""
+    weights: Literal["float32", "float16", "bfloat16", "int8"] = "float32"
+    """How experts are stored."""
+    top: int = 5
+    """Classes in an answer."""
+    max_batch: int = 8
+    """Images that are answered together."""
+    max_wait_ms: float = 5.0
+    """How long a batch waits for others to fill it."""
+    max_waiting: int | None = None
+    """Requests that may wait, beyond which the answer is 503; four batches if not given."""
+    max_bytes: int = 10_000_000
+    """Largest request."""
+    max_pixels: int = 50_000_000
+    """Largest image."""
+    timeout: float = 30.0
+    """Seconds for a request."""
+    threads: int | None = None
+    """Processor threads of the model."""
+    image_size: str | None = None
+    """Pixels, or HEIGHTxWIDTH; the size the model was saved with if not given."""
+    device: str = "auto"
+
+
+def main(argv: list[str]) -> int:
+    a = tyro.cli(Arguments, args=argv, prog="softmoe serve")
+    size = None if a.image_size is None else parse_size(a.image_size)
+
+    import torch
+
+    from softmoe.evaluate import load
+    from softmoe.evaluate.answering import Answers
+    from softmoe.inference.service import Limits, Service
+    from softmoe.inference.serving import serve
+
+    waiting = 4 * a.max_batch if a.max_waiting is None else a.max_waiting
+    limits = Limits(a.max_batch, a.max_wait_ms / 1e3, waiting, a.max_bytes, a.timeout)
+    if a.threads is not None:
+        torch.set_num_threads(a.threads)
+    loaded = load(a.model, device=a.device, image_size=size, weights=a.weights)
+    answers = Answers(loaded, top=a.top, max_pixels=a.max_pixels)
+    show = {
+        "classify": lambda answer: {"classes": [{"class": name, "probability": p} for name, p in answer.classes]},
+        "embed": lambda answer: {"embedding": answer.embedding},
+    }
+    if not answers.names:
+        del show["classify"]
+    about = {"model": loaded.saved.folder.name, "fingerprint": loaded.saved.fingerprint, "weights": a.weights}
+    service = Service(answers.read, answers.ask, show, about=about, limits=limits)
+    serve(service, a.host, a.port, lambda address: print(f"serving {a.model} at {address}", flush=True))
+    return 0

@@ -1,0 +1,107 @@
+"""Requests that come one by one, answered in batches.
+
+A thread takes what waits, up to a full batch; if less than that waits, it gives others a moment to come. No more may
+wait than can be answered in time: whoever comes beyond that is told so at once.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+Question = TypeVar("Question")
+Reply = TypeVar("Reply")
+
+
+class Overloaded(Exception):
+    """As many requests wait as are allowed to."""
+
+
+class Closed(Exception):
+    """The service is ending."""
+
+
+class Batcher(Generic[Question, Reply]):
+    """`answer` gets up to `max_batch` questions and returns as many replies; it runs in one thread."""
+
+    def __init__(
+        self,
+        answer: Callable[[list[Question]], Sequence[Reply]],
+        *,
+        max_batch: int,
+        max_wait: float,
+        max_waiting: int,
+    ):
+        for name, value in {"max_batch": max_batch, "max_waiting": max_waiting}.items():
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if max_wait < 0:
+            raise ValueError(f"max_wait must not be negative, got {max_wait}")
+        self.answer = answer
+        self.max_batch, self.max_wait, self.max_waiting = max_batch, max_wait, max_waiting
+        self.batches, self.images = 0, 0
+        self._waiting: deque[tuple[Question, Future[Reply]]] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="softmoe-batches", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, question: Question) -> "Future[Reply]":
+        """A promise of the reply. One that is cancelled before its batch begins costs nothing."""
+        future: Future[Reply] = Future()
+        with self._changed:
+            if self._closed:
+                raise Closed
+            if len(self._waiting) >= self.max_waiting:
+                raise Overloaded
+            self._waiting.append((question, future))
+            self._changed.notify()
+        return future
+
+    def close(self) -> None:
+        """Answer what waits, take no more, and end the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while batch := self._next():
+            questions, futures = zip(*batch, strict=True)
+            try:
+                replies = self.answer(list(questions))
+                assert len(replies) == len(futures), "one reply for each question"
+            except BaseException as error:  # the thread must live on: the error belongs to these requests
+                for future in futures:
+                    future.set_exception(error)
+                continue
+            self.batches += 1
+            self.images += len(futures)
+            for future, reply in zip(futures, replies, strict=True):
+                future.set_result(reply)
+
+    def _next(self) -> list[tuple[Question, "Future[Reply]"]]:
+        """The next batch; empty when all is done."""
+        batch: list[tuple[Any, Future[Any]]] = []
+        with self._changed:
+            while not batch:
+                while not self._waiting:
+                    if self._closed:
+                        return []
+                    self._changed.wait()
+                until = time.monotonic() + self.max_wait
+                while len(self._waiting) < self.max_batch and not self._closed:
+                    if (left := until - time.monotonic()) <= 0:
+                        break
+                    self._changed.wait(left)
+                while self._waiting and len(batch) < self.max_batch:
+                    question, future = self._waiting.popleft()
+                    if future.set_running_or_notify_cancel():
+                        batch.append((question, future))
+        return batch
