@@ -8,7 +8,7 @@ import tyro
 
 from softmoe import recipes
 from softmoe.cli.cost import parse_size
-from softmoe.cli.train import finish
+from softmoe.cli.train import finish, take
 from softmoe.train import TrainConfig, train
 from softmoe.train.describe import describe_run
 from softmoe.train.transfer import transfer_config
@@ -53,15 +53,3 @@ def parse(model: str, data: str, argv: list[str]) -> tuple[TrainConfig, bool]:
     default = replace(default, data=replace(default.data, train=source))
     a = tyro.cli(Arguments, args=rest, prog="softmoe finetune MODEL DATA", default=Arguments(default))
     return a.config, a.dry_run
-
-
-def take(argv: list[str], flag: str) -> tuple[str | None, list[str]]:
-    """The value of a flag, and the arguments without it. It shapes the defaults of the others, so it is read first."""
-    for index, word in enumerate(argv):
-        if word == flag:
-            if index + 1 == len(argv):
-                raise ValueError(f"{flag} needs a value")
-            return argv[index + 1], argv[:index] + argv[index + 2 :]
-        if word.startswith(f"{flag}="):
-            return word.removeprefix(f"{flag}="), argv[:index] + argv[index + 1 :]
-    return None, argv

@@ -13,7 +13,7 @@ from softmoe.train import Result, TrainConfig, branch, train
 from softmoe.train.branch import plan_branch
 from softmoe.train.describe import describe_run
 from softmoe.train.folder import RunFolder
-from softmoe.train.transfer import export
+from softmoe.train.transfer import export, locked_config
 
 USAGE = """usage: softmoe train RECIPE [--dry-run] [--section.key value ...]
 
@@ -21,6 +21,7 @@ RECIPE  {names}
         the path of a .py file with a function recipe() -> TrainConfig
         the folder of a run, to continue it: runs/NAME
         a checkpoint, to cool down from it: runs/NAME/checkpoints/step_00001000 --cooldown 200
+        lit --image MODEL, to learn texts for the images of a trained model that stays as it is
 
 softmoe train RECIPE --help lists every key with its value in that recipe.
 A run stopped by Ctrl-C or SIGTERM saves first and exits with 130 or 143; the same command continues it."""
@@ -60,7 +61,7 @@ def main(argv: list[str]) -> int:
         print(describe_run(config))
         return 0
     try:
-        result = train(config)
+        result = train_locked(config) if config.model.locked else train(config)
         return finish(result) if result.rank == 0 else exit_code(result)
     except WorkerDied as error:
         raise OSError(str(error)) from error
@@ -77,8 +78,20 @@ def parse(recipe: str, argv: list[str]) -> tuple[TrainConfig, bool]:
         make = plan_branch if wanted.dry_run else branch
         return make(recipe, wanted.cooldown, wanted.run_name, wanted.runs), wanted.dry_run
     default = stored_run(Path(recipe)) if Path(recipe).is_dir() else recipes.load(recipe)
-    arguments = tyro.cli(Arguments, args=argv, prog=prog, default=Arguments(default))
+    image, rest = take(argv, "--image")
+    if image is not None:
+        default = locked_config(default, image)
+    elif default.model.locked and default.model.weights is None and not {"-h", "--help"} & set(rest):
+        raise ValueError(f"give the trained model whose images get texts: softmoe train {recipe} --image MODEL")
+    arguments = tyro.cli(Arguments, args=rest, prog=prog, default=Arguments(default))
     return arguments.config, arguments.dry_run
+
+
+def train_locked(config: TrainConfig) -> Result:
+    """With the features of the image tower computed once, if every image always looks the same."""
+    from softmoe.evaluate import extract
+
+    return train(config, extract=extract)
 
 
 def stored_run(path: Path) -> TrainConfig:
@@ -108,3 +121,15 @@ def finish(result: Result) -> int:
     for name, value in rows.items():
         print(f"{name:<12}{value}")
     return 0
+
+
+def take(argv: list[str], flag: str) -> tuple[str | None, list[str]]:
+    """The value of a flag, and the arguments without it. It shapes the defaults of the others, so it is read first."""
+    for index, word in enumerate(argv):
+        if word == flag:
+            if index + 1 == len(argv):
+                raise ValueError(f"{flag} needs a value")
+            return argv[index + 1], argv[:index] + argv[index + 2 :]
+        if word.startswith(f"{flag}="):
+            return word.removeprefix(f"{flag}="), argv[:index] + argv[index + 1 :]
+    return None, argv

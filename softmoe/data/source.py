@@ -3,6 +3,7 @@
     shapes?size=48&classes=upstream      our own generator, nothing to download
     folder:PATH                          PATH/train/<class>/*, PATH/val/<class>/*, or a tar or tar.gz of that
     wds:PATH/{split}-{000..010}.tar      WebDataset shards
+    pairs:PATH                           PATH/train/photo.jpg with its captions in photo.txt
     hf:PATH_OR_NAME                      a Hugging Face data set            (extra: hf)
     idx:PATH                             MNIST-style idx files, gz or not
     digits                               scikit-learn's 8x8 digits          (extra: digits)
@@ -68,6 +69,7 @@ _SCHEMES = {
     "shapes": ("softmoe.data.shapes", "open_shapes"),
     "folder": ("softmoe.data.folder", "open_folder"),
     "wds": ("softmoe.data.wds", "open_wds"),
+    "pairs": ("softmoe.data.pairs", "open_pairs"),
     "hf": ("softmoe.data.hf", "open_hf"),
     "idx": ("softmoe.data.idx", "open_idx"),
     "digits": ("softmoe.data.digits", "open_digits"),

@@ -50,6 +50,21 @@ def transfer_config(
     )
 
 
+def locked_config(config: TrainConfig, image: str | Path) -> TrainConfig:
+    """`config`, a recipe with a text tower, for the image tower of a saved model, and images as that was saved with."""
+    if config.text.size is None:
+        raise ValueError("--image is for recipes with a text tower, such as lit; softmoe finetune starts from a model")
+    config = transfer_config(config, image)
+    config = replace(config, model=replace(config.model, locked=True))
+    if Path(image).is_file():  # others' weights do not tell
+        return config
+    p = open_saved(image).preprocessing
+    height, width = p.image_size
+    size = height if height == width else p.image_size
+    seen = {"image_size": size, "crop": p.crop, "central_ratio": p.central_ratio, "antialias": p.antialias}
+    return replace(config, data=replace(config.data, transform=replace(config.data.transform, **seen)))
+
+
 def section_of(shape: ViTConfig) -> ModelSection:
     """The settings that resolve to `shape`, whatever the number of classes and the image size of the data."""
     sizes = (shape.width, shape.depth, shape.mlp_dim, shape.heads)

@@ -1,0 +1,58 @@
+"""Locked-image tuning (LiT, section 4 of the paper): a text tower learns to say what a trained image tower sees.
+
+    softmoe train lit --image runs/pretrain --data.train "wds:/data/{split}-{00000..01023}.tar"
+    softmoe train lit --image MODEL --data.train "wds:flickr8k-{split}.tar" --steps 2000 --schedule.warmup 200
+    softmoe zeroshot runs/lit folder:/data/imagenet
+    softmoe retrieve runs/lit "wds:flickr8k-{split}.tar" --split test
+
+The image tower stays as it is. Its features are computed once and kept ($SOFTMOE_CACHE), since images are not
+augmented here; with augmentation (--data.transform.crop inception) it runs at every step. The common space has a
+width of its own (text.embed_dim), to which images are projected too; None is that of the image tower, as in the paper's
+code.
+
+The paper trains a ViT-g text tower on 18 billion images of WebLI. Here it is S, for thousands to millions of pairs.
+Time: with kept features a step costs that of the text tower alone, see `--dry-run`. Expected result: see
+docs/experiments.md.
+"""
+
+from dataclasses import replace
+
+from softmoe.data import TransformConfig
+from softmoe.recipes.common import shrunk
+from softmoe.train import (
+    CheckpointSection,
+    DataSection,
+    EvaluationSection,
+    LogSection,
+    ModelSection,
+    ObjectiveSection,
+    OptimSection,
+    ScheduleSection,
+    TextSection,
+    TrainConfig,
+)
+
+
+def recipe() -> TrainConfig:
+    return TrainConfig(
+        steps=20_000,
+        model=ModelSection(name="soft_s16_128e", locked=True),
+        text=TextSection(size="s", length=32, vocab_size=8192, embed_dim=384, mask_padding=True),
+        data=DataSection(
+            train="wds:pairs-{split}.tar",
+            batch_size=1024,
+            transform=TransformConfig(image_size=224, crop="central", flip=False),
+        ),
+        optim=OptimSection(kernel_decay=0.1, scale_decay=0.0, beta2=0.99, clip_norm=1.0),
+        schedule=ScheduleSection(kind="cosine", peak=1e-3, warmup=1000),
+        objective=ObjectiveSection(loss="sigmoid"),
+        evaluation=EvaluationSection(every=1000, examples=4096),
+        checkpoint=CheckpointSection(every=1000),
+        log=LogSection(every=50),
+    )
+
+
+def tiny() -> TrainConfig:
+    """Two steps of a model that is hardly one, on `shapes`, for tests; its image tower is locked as it starts."""
+    config = shrunk(recipe(), image_size=32)
+    return replace(config, data=replace(config.data, train="shapes?size=32"))
