@@ -34,8 +34,8 @@ class Arguments:
     workers: int = 0
     """Processes that read images."""
     device: str = "auto"
-    weights: Literal["float32", "float16", "bfloat16", "int8"] | None = None
-    """Prepare the model for fast inference, with its experts stored so."""
+    weights: Literal["float32", "float16", "bfloat16", "int8", "mapped"] | None = None
+    """Prepare the model for fast inference, with its experts stored so; mapped: for models larger than the memory."""
 
 
 def main(argv: list[str]) -> int:

@@ -22,7 +22,7 @@ from softmoe.evaluate.inputs import (
 from softmoe.evaluate.knn import nearest_neighbors
 from softmoe.evaluate.linear_probe import linear_probe
 from softmoe.evaluate.prediction import Prediction, Unreadable, predict_files
-from softmoe.inference import Weights
+from softmoe.inference import Storage
 
 
 def evaluate(
@@ -37,7 +37,7 @@ def evaluate(
     batch_size: int = 128,
     workers: int = 0,
     device: str = "auto",
-    weights: Weights | None = None,
+    weights: Storage | None = None,
     agreement: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def predict(
     batch_size: int = 64,
     workers: int = 0,
     device: str = "auto",
-    weights: Weights | None = None,
+    weights: Storage | None = None,
 ) -> tuple[list[Prediction], list[Unreadable]]:
     """The likeliest classes and the features of image files, folders and patterns; and what was unreadable."""
     names = [images] if isinstance(images, str | Path) else images

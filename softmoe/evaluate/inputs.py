@@ -14,7 +14,7 @@ from softmoe.data import BrokenImage, Example, Source, Transform, TransformConfi
 from softmoe.data.decode import decode
 from softmoe.data.folder import IMAGE_SUFFIXES
 from softmoe.data.source import MinSide, fingerprint
-from softmoe.inference import Weights, prepare
+from softmoe.inference import Storage, open_mapped, prepare
 from softmoe.models import VisionTransformer
 from softmoe.models.pretrained import Preprocessing, SavedModel, load_saved, open_saved
 
@@ -43,13 +43,17 @@ def load(
     *,
     device: str = "auto",
     image_size: int | tuple[int, int] | None = None,
-    weights: Weights | None = None,
+    weights: Storage | None = None,
 ) -> Loaded:
     """The saved model, run or Hub id; at another resolution, and prepared for inference with `weights`, if asked."""
     saved = open_saved(where)
     place, p = choose_device(device), preprocessing_at(saved, image_size)
     if weights is None:
         return Loaded(load_saved(saved, place), saved, p)
+    if weights == "mapped":
+        if place != "cpu":
+            raise ValueError(f"mapped weights are used where they lie, on the CPU, not on {place}")
+        return Loaded(open_mapped(saved.folder), saved, p)
     return Loaded(prepare(load_saved(saved, place, dtype=torch.float32), weights), saved, p)
 
 

@@ -18,6 +18,8 @@ from softmoe.inference.kernel import PANEL
 
 WEIGHTS = ("float32", "float16", "bfloat16", "int8")
 Weights = Literal["float32", "float16", "bfloat16", "int8"]
+Storage = Literal["float32", "float16", "bfloat16", "int8", "mapped"]
+"""What commands offer: also float32 left in its file, for models larger than the memory (see mapped.py)."""
 
 
 class PackedLinear(nn.Module):

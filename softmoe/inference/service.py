@@ -25,6 +25,7 @@ from softmoe.inference.metrics import Metrics
 
 try:
     import python_multipart
+    from python_multipart.exceptions import FormParserError
     from starlette.applications import Starlette
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -185,7 +186,7 @@ def image_bytes(body: bytes, content_type: str) -> bytes:
     headers: Any = {"Content-Type": content_type.encode(), "Content-Length": str(len(body)).encode()}
     try:
         python_multipart.parse_form(headers, io.BytesIO(body), lambda field: None, keep)
-    except (python_multipart.exceptions.FormParserError, ValueError) as error:
+    except (FormParserError, ValueError) as error:
         raise ValueError("the multipart form cannot be read") from error
     if len(files) != 1:
         raise ValueError(f"the form must hold one file, it holds {len(files)}")

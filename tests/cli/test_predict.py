@@ -123,7 +123,7 @@ def test_from_python(model, images):
     assert [u.name for u in unreadable] == [str(images / "b.jpg")]
 
 
-@pytest.mark.parametrize("weights", ["float32", "int8"])
+@pytest.mark.parametrize("weights", ["float32", "int8", "mapped"])
 def test_prepared_weights(weights, images, tmp_path, capsys):
     """`--weights` gives the same classes, with nearly the same probabilities."""
     model = tmp_path / "soft"
