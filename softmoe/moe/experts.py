@@ -6,13 +6,12 @@ Both weights are stored (N, D, H): with few rows per expert the time is that of 
 reads rows of H numbers faster than rows of D.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from softmoe.moe.init import normal_, xavier_uniform_
+from softmoe.moe.product import GradientPool, batched_linear
 from softmoe.moe.routing import at_least_one
 
 ACTIVATIONS = {"gelu_tanh": "tanh", "gelu": "none"}  # name -> torch's word for how the error function is computed
@@ -45,6 +44,7 @@ class Experts(nn.Module):
         self.dropout = dropout
         self.identical_init = identical_init
         self.activation = check_activation(activation)
+        self.pool: GradientPool | None = None
         self.w1 = nn.Parameter(torch.empty(N, D, H))
         self.b1 = nn.Parameter(torch.empty(N, H))
         self.w2 = nn.Parameter(torch.empty(N, D, H))
@@ -66,55 +66,15 @@ class Experts(nn.Module):
             raise ValueError(
                 f"expected slots of shape ({self.num_experts}, rows, {self.dim}), got {tuple(x_NSD.shape)}"
             )
-        hidden_NSH = torch.baddbmm(self.b1.unsqueeze(1), x_NSD, self.w1)
+        hidden_NSH = batched_linear(x_NSD, self.w1, self.b1, pool=self.pool)
         active_NSH = F.gelu(hidden_NSH, approximate=ACTIVATIONS[self.activation])
         if self.dropout:
             active_NSH = F.dropout(active_NSH, self.dropout, self.training)
-        y_NSD = transposed_product(active_NSH, self.w2, self.b2)
+        y_NSD = batched_linear(active_NSH, self.w2, self.b2, transposed=True, pool=self.pool)
         return F.dropout(y_NSD, self.dropout, self.training) if self.dropout else y_NSD
 
     def extra_repr(self) -> str:
         return f"{self.dim}, hidden_dim={self.hidden_dim}, num_experts={self.num_experts}"
-
-
-def transposed_product(x_NSH: Tensor, w_NDH: Tensor, b_ND: Tensor) -> Tensor:
-    """x w^T + b, (N, S, D). Autocast is followed here, since it does not see into a Function; compilers see neither."""
-    if torch.compiler.is_compiling():
-        return _plain(x_NSH, w_NDH, b_ND)
-    kind = x_NSH.device.type
-    if torch.amp.autocast_mode.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        x_NSH, w_NDH, b_ND = x_NSH.to(dtype), w_NDH.to(dtype), b_ND.to(dtype)
-    return _TransposedProduct.apply(x_NSH, w_NDH, b_ND)  # pyright: ignore[reportReturnType]
-
-
-def _plain(x_NSH: Tensor, w_NDH: Tensor, b_ND: Tensor) -> Tensor:
-    return torch.baddbmm(b_ND.unsqueeze(1), x_NSH, w_NDH.transpose(1, 2))
-
-
-class _TransposedProduct(torch.autograd.Function):
-    """Autograd's own rule gives the weight's gradient as (N, H, D) and then copies it into the weight's layout."""
-
-    generate_vmap_rule = True
-    forward = staticmethod(_plain)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[0], inputs[1])
-        ctx.save_for_forward(inputs[0], inputs[1])
-
-    @staticmethod
-    def backward(ctx: Any, dy_NSD: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x_NSH, w_NDH = ctx.saved_tensors
-        needs_x, needs_w, needs_b = ctx.needs_input_grad
-        dx_NSH = torch.bmm(dy_NSD, w_NDH) if needs_x else None
-        dw_NDH = torch.bmm(dy_NSD.transpose(1, 2), x_NSH) if needs_w else None
-        return dx_NSH, dw_NDH, dy_NSD.sum(1) if needs_b else None
-
-    @staticmethod
-    def jvp(ctx: Any, dx_NSH: Tensor, dw_NDH: Tensor, db_ND: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x_NSH, w_NDH = ctx.saved_tensors
-        return _plain(dx_NSH, w_NDH, db_ND) + torch.bmm(x_NSH, dw_NDH.transpose(1, 2))
 
 
 def check_activation(name: str) -> str:

@@ -75,6 +75,7 @@ class OwnedExperts(Experts):
             dropout=self.dropout,
             activation=self.activation,
             training=self.training,
+            pool=None,
             **weights,
         )
         return cast(Experts, view)

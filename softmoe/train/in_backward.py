@@ -1,23 +1,48 @@
-"""Update parameters while the backward pass still runs, so that never all gradients are there at once."""
+"""What becomes of gradients: their memory is used again, and they may be used up while the backward pass still runs."""
+
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from softmoe.budget.memory import WAITING
+from softmoe.moe import Experts
+from softmoe.moe.product import GradientPool
 from softmoe.train.optim import gradients
 
 LIMIT = WAITING  # bytes; smaller parameters are updated together
 
 
+class Released:
+    """Lets the gradients of an optimizer go, and keeps the memory of the experts' for their next ones.
+
+    Only for a model in one process: what a parameter's gradient is elsewhere is not what the product made.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module):
+        self.optimizer = optimizer
+        self._pool = GradientPool()
+        self._pooled: list[nn.Parameter] = []
+        for experts in (module for module in model.modules() if isinstance(module, Experts)):
+            experts.pool = self._pool
+            self._pooled += [experts.w1, experts.w2]
+
+    def __call__(self) -> None:
+        for parameter in self._pooled:
+            if parameter.grad is not None:
+                self._pool.give(parameter.grad)
+        self.optimizer.zero_grad(set_to_none=True)
+
+
 class InBackward:
-    """Hands gradients to the optimizer as soon as LIMIT bytes of them wait, and lets them go.
+    """Hands gradients to the optimizer as soon as LIMIT bytes of them wait, so that never all are there at once.
 
     Gradients that are not finite are dropped, and their parameters stay as they are; what was updated earlier in the
     same pass is not taken back.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer):
-        self.optimizer = optimizer
+    def __init__(self, optimizer: torch.optim.Optimizer, release: Callable[[], None]):
+        self.optimizer, self.release = optimizer, release
         self._waiting = 0
         self._norms: list[Tensor] = []
         for group in optimizer.param_groups:
@@ -39,7 +64,8 @@ class InBackward:
         self._norms.append(norm)
         if norm.isfinite():
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        del arrived
+        self.release()
 
     def finish(self) -> Tensor:
         """Update what still waits, after the pass. Returns the norm of the whole gradient."""

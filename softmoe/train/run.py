@@ -1,6 +1,6 @@
 """What a running training is made of."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from softmoe.train.contrastive import Contrastive
 from softmoe.train.evaluation import Evaluator, classify, match_pairs
 from softmoe.train.folder import RunFolder
 from softmoe.train.health import HealthWatch
-from softmoe.train.in_backward import InBackward
+from softmoe.train.in_backward import InBackward, Released
 from softmoe.train.metrics import MetricsFile
 from softmoe.train.objectives import Objective, make_objective
 from softmoe.train.optim import make_optimizer
@@ -56,6 +56,8 @@ class Run:
     """The model, or its compiled form; same weights."""
     average: Average | None
     optimizer: torch.optim.Optimizer
+    release: Callable[[], None]
+    """Lets the gradients go."""
     in_backward: InBackward | None
     """Where the optimizer does its work during the backward pass."""
     schedule: Schedule
@@ -119,6 +121,7 @@ def build(
     tap = RoutingTap(model)  # before compiling, which looks at the hooks
     average = None if config.ema is None else Average(model, config.ema, twin)  # a copy, before any hook
     optimizer = make_optimizer(model, config.optim, locked=config.model.locked)
+    release = Released(optimizer, model) if team.world == 1 else optimizer.zero_grad
     if objective is None:
         objective = contrastive(config, data) if isinstance(model, TwoTower) else make_objective(config.objective)
     return Run(
@@ -129,7 +132,8 @@ def build(
         forward=torch.compile(model) if config.compile else model,  # pyright: ignore[reportArgumentType]
         average=average,
         optimizer=optimizer,
-        in_backward=InBackward(optimizer) if config.optim.in_backward else None,
+        release=release,
+        in_backward=InBackward(optimizer, release) if config.optim.in_backward else None,
         schedule=make_schedule(config.schedule, config.steps),
         objective=objective,
         evaluators=evaluators or {"val": default_evaluator(config, objective)},

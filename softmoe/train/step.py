@@ -20,7 +20,7 @@ def train_step(run: Run, batch: Any, *, keep_routing: bool = False) -> tuple[flo
     set_learning_rate(run.optimizer, rate)
     torch.manual_seed(random_seed(config.seed, "step", done.step, *run.team.seed))
     run.model.train()
-    run.optimizer.zero_grad(set_to_none=True)
+    run.release()
     loss, auxiliary = forward_backward(run, batch)
     if run.in_backward is None:
         norm = run.team.clip(gradients(run.optimizer), config.optim.clip_norm)

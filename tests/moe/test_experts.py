@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from softmoe.moe import Experts
-from softmoe.moe.experts import transposed_product
 
 
 @given(*[st.integers(1, high) for high in (4, 5, 6, 7)], st.integers(0, 2**31))
@@ -80,29 +79,6 @@ def test_exact_gelu_is_an_option():
     torch.testing.assert_close(experts(x), torch.stack(expected))
     with pytest.raises(ValueError, match="activation must be one of gelu_tanh, gelu, got 'relu'"):
         Experts(4, 6, 2, activation="relu")
-
-
-@given(*[st.integers(1, high) for high in (4, 5, 6, 7)], st.integers(0, 2**31))
-def test_the_second_product_has_autograds_gradients(N, S, D, H, seed):
-    """Output and all gradients equal those of the plain expression, and the weight's gradient needs no copy."""
-    torch.manual_seed(seed)
-    shapes = ((N, S, H), (N, D, H), (N, D))
-    ours = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    plain = [tensor.detach().clone().requires_grad_() for tensor in ours]
-    y = transposed_product(*ours)
-    expected = plain[0] @ plain[1].transpose(1, 2) + plain[2].unsqueeze(1)
-    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
-    upstream = torch.randn_like(y)
-    gradients = torch.autograd.grad(y, ours, upstream)
-    for one, other in zip(gradients, torch.autograd.grad(expected, plain, upstream), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-    assert gradients[1].is_contiguous()
-
-
-def test_the_second_product_can_be_derived_twice():
-    """Its backward pass is itself differentiable."""
-    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 3, 4), (2, 5, 4), (2, 5))]
-    assert torch.autograd.gradgradcheck(transposed_product, inputs)
 
 
 def test_experts_follow_autocast():

@@ -10,7 +10,7 @@ from train.same_run import final_state
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
 from softmoe.train import in_backward, train
 from softmoe.train.config import OptimSection, TrainConfig
-from softmoe.train.in_backward import InBackward
+from softmoe.train.in_backward import InBackward, Released
 from softmoe.train.objectives import make_objective
 from softmoe.train.optim import gradients, make_optimizer, set_learning_rate
 
@@ -52,7 +52,7 @@ def test_gradients_go_when_they_are_used(limit: int) -> None:
     model, twin = small(), small()
     optimizer = make_optimizer(model, OptimSection())
     set_learning_rate(optimizer, 1e-3)
-    inside = InBackward(optimizer)
+    inside = InBackward(optimizer, Released(optimizer, model))
     images = torch.randn(2, 3, 8, 8)
     model(images).square().sum().backward()
     twin(images).square().sum().backward()
@@ -60,6 +60,24 @@ def test_gradients_go_when_they_are_used(limit: int) -> None:
     expected = torch.nn.utils.get_total_norm([p.grad for p in twin.parameters() if p.grad is not None])
     torch.testing.assert_close(inside.finish(), expected)
     assert not gradients(optimizer)
+
+
+def test_experts_gradients_use_their_memory_again() -> None:
+    """The second pass writes the experts' gradients where those of the first lay; values are those of a fresh model."""
+    model, twin = small(), small()
+    release = Released(make_optimizer(model, OptimSection()), model)
+    images = torch.randn(2, 3, 8, 8)
+    twin(images).square().sum().backward()
+    weights = [p for name, p in model.named_parameters() if name.endswith((".w1", ".w2"))]
+    places = []
+    for _ in range(2):
+        release()
+        model(images).square().sum().backward()
+        places.append({p.grad.data_ptr() for p in weights if p.grad is not None})
+    assert places[0] == places[1]
+    assert len(places[0]) == len(weights) == 2
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_loss_that_is_not_finite_changes_nothing(make_config) -> None:

@@ -1,0 +1,75 @@
+"""The experts' batched products, with gradients of the weights that land where they are wanted.
+
+Letters: N experts, S rows per expert, I and O numbers in and out. A weight is (N, I, O), or (N, O, I) if transposed.
+
+Autograd's own rule would give the gradient of a transposed weight in the other layout and copy it; and it allocates
+each gradient anew, hundreds of megabytes whose pages the system must clear before they are written once.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class GradientPool:
+    """Memory of weight gradients that are done with, for the next ones of the same shape.
+
+    Whoever uses up gradients during the backward pass gives them back; nobody may keep a reference to one.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.Size, torch.dtype, torch.device], list[Tensor]] = {}
+
+    def take(self, shape: torch.Size, like: Tensor) -> Tensor:
+        free = self._free.get((shape, like.dtype, like.device))
+        return free.pop() if free else torch.empty(shape, dtype=like.dtype, device=like.device)
+
+    def give(self, gradient: Tensor) -> None:
+        self._free.setdefault((gradient.shape, gradient.dtype, gradient.device), []).append(gradient)
+
+
+def batched_linear(
+    x_NSI: Tensor, w: Tensor, b_NO: Tensor, *, transposed: bool = False, pool: GradientPool | None = None
+) -> Tensor:
+    """x w + b, (N, S, O). Autocast is followed here, since it does not see into a Function; compilers see neither."""
+    if torch.compiler.is_compiling():
+        return _plain(x_NSI, w, b_NO, transposed)
+    kind = x_NSI.device.type
+    if torch.amp.autocast_mode.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        x_NSI, w, b_NO = x_NSI.to(dtype), w.to(dtype), b_NO.to(dtype)
+    return _BatchedLinear.apply(x_NSI, w, b_NO, transposed, pool)  # pyright: ignore[reportReturnType]
+
+
+def _plain(x_NSI: Tensor, w: Tensor, b_NO: Tensor, transposed: bool, pool: GradientPool | None = None) -> Tensor:
+    return torch.baddbmm(b_NO.unsqueeze(1), x_NSI, w.transpose(1, 2) if transposed else w)
+
+
+class _BatchedLinear(torch.autograd.Function):
+    generate_vmap_rule = True
+    forward = staticmethod(_plain)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x_NSI, w, _, ctx.transposed, ctx.pool = inputs
+        ctx.save_for_backward(x_NSI, w)
+        ctx.save_for_forward(x_NSI, w)
+
+    @staticmethod
+    def backward(ctx: Any, dy_NSO: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x_NSI, w = ctx.saved_tensors
+        needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
+        dx_NSI = torch.bmm(dy_NSO, w if ctx.transposed else w.transpose(1, 2)) if needs_x else None
+        dw = None
+        if needs_w:
+            left, right = (dy_NSO, x_NSI) if ctx.transposed else (x_NSI, dy_NSO)
+            pool = None if torch.is_grad_enabled() else ctx.pool  # a gradient that may itself be derived is not reused
+            dw = torch.bmm(left.transpose(1, 2), right, out=None if pool is None else pool.take(w.shape, w))
+        return dx_NSI, dw, dy_NSO.sum(1) if needs_b else None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, dx_NSI: Tensor, dw: Tensor, db_NO: Tensor, *_: None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x_NSI, w = ctx.saved_tensors
+        moved = torch.bmm(x_NSI, dw.transpose(1, 2) if ctx.transposed else dw)
+        return _plain(dx_NSI, w, db_NO, ctx.transposed) + moved
