@@ -1,4 +1,4 @@
-"""`softmoe bench layer|model|routers|train|data`: timings, with their share of the roofline."""
+"""`softmoe bench layer|model|routers|infer|train|data`: timings, with their share of the roofline."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -7,7 +7,7 @@ import tyro
 
 
 def run(
-    what: Annotated[Literal["layer", "model", "routers", "train", "data"], tyro.conf.Positional],
+    what: Annotated[Literal["layer", "model", "routers", "infer", "train", "data"], tyro.conf.Positional],
     forward_only: bool = False,
     seconds: float = 15.0,
     json: Path | None = None,
@@ -15,7 +15,8 @@ def run(
     """Time the layer (against peers), whole models, the routers, the training loop, or reading images.
 
     Args:
-        what: layer, model, routers, train (the loop against the bare step) or data (images a second on one core).
+        what: layer, model, routers, infer (prepared models), train (the loop against the bare step) or data (images a
+            second on one core).
         forward_only: Leave out the train steps.
         seconds: Time for each group of functions that are compared with each other.
         json: Also write the rows here.
@@ -33,6 +34,10 @@ def run(
     if what == "layer":
         print(*available_peers()[1], sep="\n", flush=True)
         found = bench_layer(Probes(), train=not forward_only, seconds=seconds)
+    elif what == "infer":
+        from softmoe.bench.infer import bench_infer
+
+        found = bench_infer(Probes(), seconds=seconds)
     elif what == "model":
         found = bench_model(Probes(), train=not forward_only, seconds=seconds)
     else:
