@@ -9,7 +9,7 @@ import pytest
 
 from softmoe.machine import bfloat16_works, safe_instruction_set
 
-GUARDS = ("OMP_WAIT_POLICY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+GUARDS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 
 
 @pytest.mark.parametrize(
@@ -59,6 +59,8 @@ def test_guards_are_set():
     """Threads sleep at barriers; the cap is what this machine needs."""
     guards = environment_after_import()
     assert guards["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert guards["GOMP_SPINCOUNT"] == "200"
+    assert environment_after_import(OMP_WAIT_POLICY="ACTIVE")["GOMP_SPINCOUNT"] == ""
     assert guards["ONEDNN_MAX_CPU_ISA"] == (safe_instruction_set() or "")
     assert guards["DNNL_MAX_CPU_ISA"] == ""
 
