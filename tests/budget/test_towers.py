@@ -1,0 +1,38 @@
+"""The cost of two towers, against what is built and what runs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from two_towers import shape, two_towers
+
+from softmoe.budget import cost, text_cost, training_flops
+from softmoe.models import MoEConfig, TextTransformer
+from softmoe.models.text import POOLS
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("moe", [None, MoEConfig(num_experts=3, slots_per_expert=2)])
+def test_text_towers_are_counted_exactly(pool, moe):
+    """Parameters and multiply-accumulates are those of the built tower."""
+    config = replace(shape().text, pool=pool, moe=moe, mask_padding=False)
+    model, price = TextTransformer(config, 24), text_cost(config, 24)
+    assert price.params == sum(p.numel() for p in model.parameters())
+    assert price.params == sum(part.params for part in price.parts.values())
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.ones(1, config.length, dtype=torch.int64))
+    assert counter.get_total_flops() == 2 * price.macs
+
+
+def test_training_flops():
+    """Both towers and the projection; a locked tower goes forward only, a cached one not at all."""
+    config = shape(embed_dim=8)
+    image, text = cost(config.image), text_cost(config.text, 8)
+    projection = 6 * 16 * 8
+    assert training_flops(config) == image.train_flops + text.train_flops + projection
+    assert training_flops(config, locked=True) == image.forward_flops + text.train_flops + projection
+    assert training_flops(config, locked=True, cached=True) == text.train_flops + projection
+    assert training_flops(config.image) == image.train_flops
+    built = sum(p.numel() for p in two_towers(embed_dim=8).parameters())
+    assert built == image.params + text.params + 17 * 8 + 2
