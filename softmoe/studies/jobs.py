@@ -17,9 +17,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
 
-from softmoe.budget import Cost, cost
+from softmoe.budget import Cost, cost, training_flops
 from softmoe.data import open_source
-from softmoe.models import ViTConfig
+from softmoe.models import TwoTowerConfig, ViTConfig
 from softmoe.train import ModelSection, TrainConfig, branch, train
 from softmoe.train.folder import FREE, RunFolder, matches
 from softmoe.train.metrics import read_metrics
@@ -27,6 +27,7 @@ from softmoe.train.strict import flatten
 
 COUNTS = ("data.val", "data.val_split", "evaluation.examples", "checkpoint.keep_every")
 """Free to change in a run, but not in a result: what it is judged by, and what can be branched from it."""
+ACCURACIES = ("top1", "top5", "image_to_text", "text_to_image")
 HEALTH = ("drop_rate", "max_dispatch", "max_combine", "scale")
 LAST = 5  # lines of metrics over which the end of training is averaged
 
@@ -39,6 +40,11 @@ class Job(Protocol):
     @property
     def needs(self) -> "Job | None":
         """The job whose folder this one reads."""
+        ...
+
+    @property
+    def has_features(self) -> bool:
+        """Whether it leaves a model whose features other classes can be told apart by."""
         ...
 
     def identity(self) -> dict[str, Any]:
@@ -65,8 +71,12 @@ class Training:
     def identity(self) -> dict[str, Any]:
         return {"train": deciding(self.config)}
 
+    @property
+    def has_features(self) -> bool:
+        return self.config.text.size is None
+
     def flops(self) -> float:
-        return price(self.config).train_flops * float(self.config.steps * self.config.data.batch_size)
+        return training_flops(full_shape(self.config)) * float(self.config.steps * self.config.data.batch_size)
 
     def run(self, folder: Path) -> dict[str, float]:
         return trained(replace(self.config, runs=str(folder.parent), run_name=folder.name))
@@ -77,6 +87,8 @@ class Branch:
     parent: Training
     step: int
     cooldown: int
+
+    has_features = True
 
     @property
     def needs(self) -> Job:
@@ -99,6 +111,8 @@ class Finetuning:
 
     parent: Training
     config: TrainConfig
+
+    has_features = True
 
     @property
     def needs(self) -> Job:
@@ -129,6 +143,7 @@ class Timing:
     repeat: int = 0
     """Measure again."""
     seconds: float = 1.0
+    has_features = False
 
     @property
     def needs(self) -> Job | None:
@@ -173,8 +188,7 @@ def trained(config: TrainConfig) -> dict[str, float]:
     rows = read_metrics(result.folder.metrics)
     last = rows[-1]
     numbers = {
-        "top1": 100.0 * last["val/top1"],
-        "top5": 100.0 * last["val/top5"],
+        **{name: 100.0 * last[f"val/{name}"] for name in ACCURACIES if f"val/{name}" in last},
         "val_loss": last["val/loss"],
         "train_loss": fmean([row["loss"] for row in rows if row.get("loss") is not None][-LAST:]),
         "steps": config.steps,
@@ -207,8 +221,18 @@ def deciding(config: TrainConfig) -> dict[str, Any]:
 
 
 def price(config: TrainConfig) -> Cost:
-    classes = class_count(config.data.train, config.data.train_split)
-    return cost(config.model.resolve(classes, config.data.transform.image_size))
+    """Of the image tower, where there are two."""
+    return cost(image_shape(config))
+
+
+def image_shape(config: TrainConfig) -> ViTConfig:
+    classes = class_count(config.data.train, config.data.train_split) if config.text.size is None else None
+    return config.model.resolve(classes, config.data.transform.image_size)
+
+
+def full_shape(config: TrainConfig) -> ViTConfig | TwoTowerConfig:
+    image = image_shape(config)
+    return image if config.text.size is None else config.text.resolve(image, config.text.vocab_size)
 
 
 def priced(known: Cost) -> dict[str, float]:

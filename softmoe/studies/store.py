@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from softmoe.studies.jobs import Job, Timing, key_of
+from softmoe.studies.jobs import Job, key_of
 from softmoe.studies.lab import Cell
 from softmoe.studies.results import Row, Table
 from softmoe.train.files import read_json, write_json
@@ -36,7 +36,7 @@ class Store:
         return None if shot is None else insert_after(result["numbers"], "top5", "10shot", shot)
 
     def wants_transfer(self, job: Job) -> bool:
-        return self.transfer is not None and not isinstance(job, Timing)
+        return self.transfer is not None and job.has_features
 
     def work(self, job: Job) -> dict[str, float]:
         """Do what is missing of a job, and keep it."""

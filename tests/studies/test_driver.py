@@ -29,6 +29,7 @@ class Note:
     name: str
     how: str = "well"
     needs: Job | None = None
+    has_features = False
 
     def identity(self) -> dict[str, Any]:
         return {"note": self.name}

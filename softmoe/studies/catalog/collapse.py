@@ -22,8 +22,8 @@ STYLE = {True: ("#3b6fb6", "normalized"), False: ("#c8403a", "not normalized")}
 def cells(lab: Lab) -> Iterator[Cell]:
     """Widths at the base's learning rate, then other rates at one width. The scale starts at 1, as in the paper."""
     base = lab.base.schedule.peak
-    widths = lab.pick(tiny=(16, 32), small=(32, 64, 128), paper=(384, 768, 1024, 1280, 1664))
-    at, peaks = lab.pick(tiny=(16, (0.1,)), small=(64, (2.4e-2,)), paper=(1664, (3e-4, 3e-3)))
+    widths = lab.pick(tiny=(16, 32), small=(32, 128), paper=(384, 768, 1024, 1280, 1664))
+    at, peaks = lab.pick(tiny=(16, (0.1,)), small=(32, (6e-2,)), paper=(1664, (3e-4, 3e-3)))
     for width, peak in [*((width, base) for width in widths), *((at, peak) for peak in peaks)]:
         shape = wide(width) if lab.scale != "paper" else {"width": width, "depth": 6, "mlp_dim": 1536, "heads": 16}
         for normalize in (True, False):

@@ -25,7 +25,7 @@ PAPER_COLUMNS = {"top1": "jft_p_at_1", "10shot": "in_10shot"}
 
 def cells(lab: Lab) -> Iterator[Cell]:
     """Cooldown of a quarter of the shortest length, from each multiple of it."""
-    unit, lengths = lab.pick(tiny=(2, (1, 2)), small=(400, (1, 2, 4)), paper=(500_000, (1, 2, 4, 8)))
+    unit, lengths = lab.pick(tiny=(2, (1, 2)), small=(240, (1, 2, 4)), paper=(500_000, (1, 2, 4, 8)))
     cooldown = max(1, unit // 4)
     warmup = min(lab.base.schedule.warmup, unit - 1)
     schedule = ScheduleSection(kind="rsqrt", peak=lab.base.schedule.peak, warmup=warmup, timescale=max(1, unit // 4))
