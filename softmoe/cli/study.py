@@ -14,7 +14,7 @@ class Arguments:
     names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
     """Which, one or several; `softmoe study` lists them. They share the runs they have in common."""
     scale: Literal["tiny", "small", "paper"] = "small"
-    """tiny: seconds, on generated images; small: a quarter of a minute a run on one core; paper: as the paper did it."""
+    """tiny: seconds, on generated images; small: 15 seconds a run on one core; paper: as the paper did it."""
     data: str | None = None
     """Training data: a folder with train/CLASS/* and val/CLASS/*, or a source as in training."""
     transfer: str | None = None

@@ -1,7 +1,7 @@
 """Where a study is done: the size of everything, the data, the seeds. A study asks it for settings and yields cells.
 
     tiny    three steps of a model that is hardly one, on `shapes`: to see that everything works, for tests
-    small   a transformer of width 32 that sees 19,200 images of 64 pixels: a quarter of a minute a run on one core
+    small   a transformer of width 32 that sees 19,200 images of 64 pixels: 15 seconds a run on one core
     paper   S/14 and S/16 at 224 pixels, 300,000 steps of 4,096 images, as in the paper: for --dry-run, or a data center
 
 Departures of `small` from the paper: soft logits start with a scale of 6 (with 1 every slot is the mean token for most
