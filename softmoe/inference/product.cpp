@@ -113,7 +113,8 @@ template <class W>
 void product(const float* x, const W* w, const float* scale, const float* bias, float* y, int64_t N, int64_t S,
              int64_t K, int64_t C, int threads) {
     const int64_t panels = (C + PANEL - 1) / PANEL, tiles = (S + ROWS - 1) / ROWS;
-#pragma omp parallel for collapse(2) schedule(dynamic, 2) num_threads(threads)
+    const int64_t chunk = N * panels < 32 * threads ? 1 : 2;
+#pragma omp parallel for collapse(2) schedule(dynamic, chunk) num_threads(threads)
     for (int64_t n = 0; n < N; n++) {
         for (int64_t p = 0; p < panels; p++) {
             const int64_t first = p * PANEL, start = n * C + first;
