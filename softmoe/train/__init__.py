@@ -11,11 +11,11 @@ from softmoe.train.config import (
     OptimSection,
     ParallelSection,
     ScheduleSection,
-    TextSection,
     TrainConfig,
 )
 from softmoe.train.loop import Result, train
 from softmoe.train.reporting import Diverged
+from softmoe.train.text_section import TextSection
 
 __all__ = [
     "CheckpointSection",
