@@ -37,9 +37,12 @@ types: install
 quickstart: $(CORE)
 	$(BIN)/softmoe quickstart
 
+# About ten minutes. `softmoe bench peers` takes as long again, and 16 GB.
 bench: install
-	$(BIN)/softmoe bench layer
-	$(BIN)/softmoe bench model
+	mkdir -p runs/bench
+	for what in layer model train infer routers data scaling; do \
+		$(BIN)/softmoe bench $$what --seconds 5 --json runs/bench/$$what.json --plot runs/bench/$$what.png || exit 1; \
+	done
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

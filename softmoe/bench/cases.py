@@ -1,4 +1,4 @@
-"""The timed cases: the layer against an MLP of as many rows and against peers; whole models; the routers.
+"""The timed cases: the layer against an MLP of as many rows and against peers; whole models.
 
 Letters: B images, M tokens, D width, H hidden width, N experts, P slots per expert.
 """
@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from softmoe.bench.peers import available_peers
 from softmoe.bench.roofline import Probes
 from softmoe.bench.timing import Timing, interleave
-from softmoe.bench.work import Work, mlp, soft_layer, sparse_layer
+from softmoe.bench.work import Work, mlp, soft_layer
+from softmoe.budget import cost
 from softmoe.models import create_model
 from softmoe.models.transformer import MLP
-from softmoe.moe import Experts, ExpertsChoiceRouter, MoE, SoftMoE, SoftRouter, TokensChoiceRouter
+from softmoe.moe import SoftMoE
 
 M, D, H = 196, 384, 1536  # S/16 at 224 pixels
 
@@ -28,6 +29,8 @@ class Row:
     timing: Timing
     roofline: float | None
     """Least possible time of its work on this machine, divided by the measured time."""
+    peak_bytes: int | None = None
+    """Most memory its process ever had, where it had one to itself."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Contender:
     work: Work | None
 
 
-def bench_layer(probes: Probes, *, train: bool = True, seconds: float = 15.0) -> Iterator[Row]:
+def bench_layer(probes: Probes, *, seconds: float = 15.0) -> Iterator[Row]:
     """S/16: 128 experts at batch 1, 8 and 32, and 32 experts with 4 slots at batch 32."""
     peers, _ = available_peers()
     for N, P, B in ((128, 1, 1), (128, 1, 8), (128, 1, 32), (32, 4, 32)):
@@ -48,40 +51,19 @@ def bench_layer(probes: Probes, *, train: bool = True, seconds: float = 15.0) ->
         }
         for name, build in peers.items():
             contenders[name] = Contender(build(D, H, N, P), tokens, None)
-        yield from compare(f"{N} experts x {P}, batch {B}", contenders, probes, train=train, seconds=seconds)
+        yield from compare(f"{N} experts x {P}, batch {B}", contenders, probes, train=True, seconds=seconds)
 
 
-def bench_model(probes: Probes, *, train: bool = True, seconds: float = 30.0) -> Iterator[Row]:
-    """`soft_s16_128e` beside its dense backbone."""
-    from softmoe.budget import cost
-
-    for B in (1, 8, 32):
+def bench_model(probes: Probes, *, seconds: float = 15.0) -> Iterator[Row]:
+    """`soft_s16_128e` beside its dense backbone: forward, and at batch 8 a train step."""
+    for B in (1, 8, 64):
         images = torch.randn(B, 3, 224, 224)
         contenders = {}
         for name in ("soft_s16_128e", "vit_s16"):
             price = cost(name)
             work = Work(B * price.macs, price.params, images.numel())
             contenders[name] = Contender(create_model(name), images, work)
-        yield from compare(f"batch {B}", contenders, probes, train=train and B == 8, seconds=seconds)
-
-
-def bench_routers(probes: Probes, *, seconds: float = 20.0) -> Iterator[Row]:
-    """The three routers on 8 images, at 32 and at 1,024 experts that they share. Forward only."""
-    for N, P in ((32, 6), (1024, 1)):
-        experts = Experts(D, H, N)
-        tokens = torch.randn(8, M, D)
-        routers = {
-            "soft": SoftRouter(D, N, P),
-            "tokens choice": TokensChoiceRouter(D, N),
-            "experts choice": ExpertsChoiceRouter(D, N),
-        }
-        capacity = routers["tokens choice"].capacity(M)
-        sparse = sparse_layer(8, M, D, H, N, capacity)
-        contenders = {
-            name: Contender(MoE(router, experts), tokens, soft_layer(8, M, D, H, N, P) if name == "soft" else sparse)
-            for name, router in routers.items()
-        }
-        yield from compare(f"{N} experts", contenders, probes, train=False, seconds=seconds)
+        yield from compare(f"batch {B}", contenders, probes, train=B == 8, seconds=seconds)
 
 
 def compare(

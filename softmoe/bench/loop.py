@@ -1,18 +1,22 @@
 """The training loop against the bare train step, data included; and how fast images are made and read."""
 
 import io
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from softmoe.bench.timing import Timing, summarize
+from softmoe.bench.cases import Row
+from softmoe.bench.roofline import Probes
+from softmoe.bench.timing import Timing, interleave, summarize
+from softmoe.bench.work import Work
+from softmoe.budget import cost
 from softmoe.data import Batch, Loader, Transform, TransformConfig, open_source
 from softmoe.recipes import quickstart, quickstart_dense
 from softmoe.train import TrainConfig
@@ -21,18 +25,24 @@ from softmoe.train.run import build
 from softmoe.train.step import train_step
 
 
-def bench_loop(steps: int = 40, rounds: int = 5) -> Iterator[tuple[str, Timing, Timing]]:
-    """For each quickstart model: seconds a step of the bare step on ready batches, and with the data being made.
+def bench_loop(probes: Probes, *, seconds: float = 15.0, rounds: int = 5) -> Iterator[Row]:
+    """For each quickstart model: a step on ready batches, and one with the data being made beside it.
 
     The two take turns in one process, on the same model, the same batches and the same update.
     """
+    roofline = probes.roofline(interleave(probes.functions(), rounds=7))
     for module in (quickstart, quickstart_dense):
         name = module.__name__.rsplit(".", 1)[1]
         with tempfile.TemporaryDirectory() as folder:
             config = module.recipe()
             config = replace(config, runs=folder, log=replace(config.log, quiet=True))
-            bare, fed = step_times(config, steps, rounds)
-        yield name, bare, fed
+            timings = step_times(config, max(2, round(seconds / 2 / rounds / 0.1)), rounds)
+        shape = config.model.resolve(288, config.data.transform.image_size)
+        price, batch = cost(shape), config.data.batch_size
+        height, width = shape.image_shape
+        least = roofline.seconds(*Work(batch * price.macs, price.params, batch * 3 * height * width).train())
+        for what, timing in zip(("bare step", "with data"), timings, strict=True):
+            yield Row(f"{name}, batch {batch}", "train", what, timing, least / timing.median)
 
 
 def step_times(config: TrainConfig, steps: int, rounds: int) -> tuple[Timing, Timing]:
@@ -56,37 +66,36 @@ def step_times(config: TrainConfig, steps: int, rounds: int) -> tuple[Timing, Ti
     return summarize(bare), summarize(fed)
 
 
-def bench_data(rounds: int = 5) -> Iterator[tuple[str, float]]:
-    """Images a second on one core (process time): generated scenes, and JPEG photos of 500 x 375 to 224 pixels."""
+def bench_data(probes: Probes | None = None, *, seconds: float = 15.0) -> Iterator[Row]:
+    """An image on one core, in processor time: generated scenes, and JPEG photos of 500 x 375 to 224 pixels.
+
+    No roofline: a decoder is bound by neither products nor memory."""
     for size in (32, 64):
         source = open_source(f"shapes?size={size}", "train")
         transform = Transform(TransformConfig(image_size=size, crop="resize", flip=True), train=True)
         stream = Loader(source, transform, 128).batches(0)
-        yield (
-            f"shapes, {size} px, to a batch",
-            rate(lambda stream=stream: [next(stream) for _ in range(4)], 512, rounds),
-        )
+        make = partial(next, stream)
+        yield Row("one core", "image", f"shapes, {size} px, to a batch", per_image(make, 128, seconds / 4), None)
     with tempfile.TemporaryDirectory() as folder:
         photos = make_photos(Path(folder), count=48)
-        yield (
-            "JPEG, plain decode by Pillow",
-            rate(lambda: [np.asarray(Image.open(io.BytesIO(p))) for p in photos], 48, rounds),
-        )
+        decode = lambda: [np.asarray(Image.open(io.BytesIO(p))) for p in photos]  # noqa: E731
+        yield Row("one core", "image", "JPEG, plain decode by Pillow", per_image(decode, 48, seconds / 4), None)
         source = open_source(f"folder:{folder}", "train")
         transform = Transform(TransformConfig(image_size=224, crop="inception", flip=True), train=True)
-        stream = Loader(source, transform, 16).batches(0)
-        yield "JPEG, decode, crop, flip, to a batch", rate(lambda: [next(stream) for _ in range(3)], 48, rounds)
+        stream = Loader(source, transform, 48).batches(0)
+        make = partial(next, stream)
+        yield Row("one core", "image", "JPEG, decode, crop, flip, to a batch", per_image(make, 48, seconds / 4), None)
 
 
-def rate(function: Callable[[], object], images: int, rounds: int) -> float:
-    """Median over rounds, by the processor time of this process."""
+def per_image(function: Callable[[], object], images: int, seconds: float) -> Timing:
+    """By the processor time of this process, at least three times."""
     function()
-    taken = []
-    for _ in range(rounds):
+    taken: list[float] = []
+    while len(taken) < 3 or sum(taken) * images < seconds:
         begun = time.process_time()
         function()
-        taken.append(time.process_time() - begun)
-    return images / statistics.median(taken)
+        taken.append((time.process_time() - begun) / images)
+    return summarize(taken)
 
 
 def make_photos(folder: Path, count: int) -> list[bytes]:

@@ -1,28 +1,106 @@
-"""Rows of timings as a table on the screen and as JSON."""
+"""Rows of timings as a table on the screen, as JSON, against those of another day, and as a picture."""
 
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from softmoe.bench.cases import Row
 from softmoe.bench.roofline import Roofline, as_json
+from softmoe.bench.timing import Timing
 
 
-def table(rows: Iterable[Row]) -> Iterable[str]:
+def table(rows: Iterable[Row]) -> Iterator[str]:
     """Lines, case by case; each time also as a multiple of the case's first row (above 1: slower than it)."""
     for (case, phase), group in groupby(rows, key=lambda row: (row.case, row.phase)):
-        members = list(group)
         yield f"{case}, {phase}"
-        for row in members:
-            ratio = row.timing.median / members[0].timing.median
-            share = "     " if row.roofline is None else f"{row.roofline:5.2f}"
+        first: Row | None = None
+        for row in group:
+            first = first or row
+            ratio = row.timing.median / first.timing.median
+            share = "" if row.roofline is None else f"   roofline {row.roofline:5.2f}"
+            memory = "" if row.peak_bytes is None else f"   peak {row.peak_bytes / 1e9:6.2f} GB"
             yield (
-                f"  {row.name:<24} {1e3 * row.timing.median:9.2f} ms  ± {100 * row.timing.spread:4.1f} %"
-                f"   {ratio:6.2f} x   roofline {share}"
+                f"  {row.name:<38} {1e3 * row.timing.median:9.2f} ms  ± {100 * row.timing.spread:4.1f} %"
+                f"   {ratio:6.2f} x{share}{memory}"
             )
 
 
 def save(rows: list[Row], roofline: Roofline, path: Path) -> None:
     path.write_text(json.dumps({"machine": as_json(roofline), "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+
+
+def load(path: Path) -> tuple[dict[str, Any], list[Row]]:
+    """The machine and the rows of an earlier run."""
+    try:
+        saved = json.loads(path.read_text())
+        rows = [Row(**{**row, "timing": Timing(**row["timing"])}) for row in saved["rows"]]
+        return saved["machine"], rows
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} does not hold timings written by `softmoe bench --json`: {error}") from error
+
+
+def differences(old: Iterable[Row], new: Iterable[Row]) -> Iterator[str]:
+    """A line for each row of both that moved beyond the noise, and how many did not."""
+    before = {(row.case, row.phase, row.name): row for row in old}
+    still = fresh = 0
+    for row in new:
+        past = before.pop((row.case, row.phase, row.name), None)
+        if past is None:
+            fresh += 1
+        elif not moved(past.timing, row.timing):
+            still += 1
+        else:
+            ratio = row.timing.median / past.timing.median
+            word = "slower" if ratio > 1 else "faster"
+            yield (
+                f"{word}: {row.case}, {row.phase}, {row.name}: {1e3 * past.timing.median:.2f} -> "
+                f"{1e3 * row.timing.median:.2f} ms ({max(ratio, 1 / ratio):.2f} x)"
+            )
+    yield f"within the noise: {still} rows; only now: {fresh}; only before: {len(before)}"
+
+
+def moved(old: Timing, new: Timing) -> bool:
+    """Whether two medians differ by more than twice their joint spread, and by more than 3 %."""
+    noise = max(2 * math.hypot(old.spread, new.spread), 0.03)
+    return abs(math.log(new.median / old.median)) > math.log1p(noise)
+
+
+def draw(rows: list[Row], title: str, path: Path) -> None:
+    """Curves over the number of experts where every case is one; else a bar for each row, cases apart."""
+    try:
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise ValueError("--plot needs matplotlib: pip install softmoe[plots]") from error
+    counts = [row.case.removesuffix(" experts") for row in rows]
+    if all(count.isdigit() for count in counts):
+        figure, axes = pyplot.subplots(figsize=(7, 4))
+        for name in dict.fromkeys(row.name for row in rows):
+            own = [row for row in rows if row.name == name]
+            x = [int(row.case.removesuffix(" experts")) for row in own]
+            y = [1 / row.timing.median for row in own]
+            (line,) = axes.plot(x, y, marker="o", label=name)
+            best = [value / row.roofline for value, row in zip(y, own, strict=True) if row.roofline]
+            if len(best) == len(x):
+                axes.plot(x, best, linestyle=":", color=line.get_color())
+        axes.set(xscale="log", yscale="log", xlabel="experts", ylabel="images a second (dotted: the roofline)")
+        axes.set_title(title)
+        axes.legend()
+    else:
+        figure, axes = pyplot.subplots(figsize=(9, 1 + 0.28 * len(rows)))
+        labels = [f"{row.case}, {row.phase}: {row.name}" for row in rows]
+        times = [1e3 * row.timing.median for row in rows]
+        groups = list(dict.fromkeys((row.case, row.phase) for row in rows))
+        colors = [f"C{groups.index((row.case, row.phase)) % 10}" for row in rows]
+        errors = [time * row.timing.spread for time, row in zip(times, rows, strict=True)]
+        axes.barh(range(len(rows)), times, xerr=errors, color=colors)
+        axes.set_yticks(range(len(rows)), labels, fontsize=7)
+        axes.invert_yaxis()
+        axes.set(xscale="log", xlabel="ms")
+        axes.set_title(title, fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,67 +1,54 @@
-"""`softmoe bench layer|model|routers|infer|train|data`: timings, with their share of the roofline."""
+"""`softmoe bench layer|model|train|infer|routers|data|peers|scaling`: timings, with their share of the roofline."""
 
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
+What = Literal["layer", "model", "train", "infer", "routers", "data", "peers", "scaling"]
+
 
 def run(
-    what: Annotated[Literal["layer", "model", "routers", "infer", "train", "data"], tyro.conf.Positional],
-    forward_only: bool = False,
+    what: Annotated[What, tyro.conf.Positional],
     seconds: float = 15.0,
     json: Path | None = None,
+    compare: Path | None = None,
+    plot: Path | None = None,
 ) -> None:
-    """Time the layer (against peers), whole models, the routers, the training loop, or reading images.
+    """Time functions in turn on this machine: medians, their spread, and the share of the roofline.
 
     Args:
-        what: layer, model, routers, infer (prepared models), train (the loop against the bare step) or data (images a
-            second on one core).
-        forward_only: Leave out the train steps.
+        what: layer (against an MLP and peers), model (against its dense backbone), train (the loop against the bare
+            step), infer (prepared models), routers (and what moving rows costs), data (an image on one core), peers
+            (models with peers' layers, each in its own process: time and peak memory) or scaling (number of experts).
         seconds: Time for each group of functions that are compared with each other.
         json: Also write the rows here.
+        compare: Rows of another day, written by --json: say what moved beyond the noise.
+        plot: Also draw them here (PNG or SVG; needs matplotlib).
     """
-    from softmoe.bench.cases import Row, bench_layer, bench_model, bench_routers
     from softmoe.bench.peers import available_peers
-    from softmoe.bench.report import save, table
-    from softmoe.bench.roofline import Probes, describe, measure_roofline
+    from softmoe.bench.report import differences, draw, load, save, table
+    from softmoe.bench.roofline import Probes, describe, machine, measure_roofline
+    from softmoe.bench.suites import suite
 
+    old = None if compare is None else load(compare)
     roofline = measure_roofline()
     print(describe(roofline), flush=True)
-    if what in ("train", "data"):
-        print_loop(what)
-        return
-    if what == "layer":
+    if what in ("layer", "peers"):
         print(*available_peers()[1], sep="\n", flush=True)
-        found = bench_layer(Probes(), train=not forward_only, seconds=seconds)
-    elif what == "infer":
-        from softmoe.bench.infer import bench_infer
-
-        found = bench_infer(Probes(), seconds=seconds)
-    elif what == "model":
-        found = bench_model(Probes(), train=not forward_only, seconds=seconds)
-    else:
-        found = bench_routers(Probes(), seconds=seconds)
-    rows: list[Row] = []
-    for line in table(rows.append(row) or row for row in found):
+    rows = []
+    for line in table(rows.append(row) or row for row in suite(what)(Probes(), seconds=seconds)):
         print(line, flush=True)
     if json is not None:
         save(rows, roofline, json)
-
-
-def print_loop(what: str) -> None:
-    from softmoe.bench.loop import bench_data, bench_loop
-
-    if what == "data":
-        for name, images in bench_data():
-            print(f"{name:<40} {images:8.0f} images/s", flush=True)
-        return
-    for name, bare, fed in bench_loop():
-        print(f"{name:<20} bare step {1e3 * bare.median:7.2f} ms ± {100 * bare.spread:.1f} %", end="   ")
-        print(
-            f"with data {1e3 * fed.median:7.2f} ms ± {100 * fed.spread:.1f} %   {bare.median / fed.median:.3f}",
-            flush=True,
-        )
+    if plot is not None:
+        draw(rows, describe(roofline), plot)
+    if old is not None:
+        now = machine()
+        for key in ("cpu", "cores", "threads", "torch"):
+            if old[0].get(key) != now[key]:
+                print(f"another {key} then: {old[0].get(key)}, now {now[key]}")
+        print(*differences(old[1], rows), sep="\n")
 
 
 def main(argv: list[str]) -> int:
