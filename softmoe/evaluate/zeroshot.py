@@ -19,6 +19,7 @@ from torch import Tensor
 from softmoe.data import Source
 from softmoe.evaluate.features import Progress
 from softmoe.evaluate.inputs import open_data, random_subset
+from softmoe.evaluate.retrieval import TIE
 from softmoe.evaluate.towers import Towers, load_towers
 from softmoe.models.two_tower import unit
 
@@ -33,6 +34,7 @@ TEMPLATES = (
     "this is a {}",
 )
 _PLACE = "{}"
+_BLOCK = 1024  # images at a time
 
 
 def canonical(text: str) -> str:
@@ -95,13 +97,13 @@ def ranks(image_nE: Tensor, labels: Tensor, class_CE: Tensor) -> Tensor:
 
     Labels are (n,) class numbers or (n, C) with 1 where a class applies.
     """
-    C = len(class_CE)
-    right_nC = labels > 0 if labels.ndim == 2 else torch.nn.functional.one_hot(labels.long(), C).bool()
+    number_C = torch.arange(len(class_CE))
     found = []
-    for image_bE, right_bC in zip(image_nE.split(1024), right_nC.split(1024), strict=True):
+    for image_bE, label_b in zip(image_nE.split(_BLOCK), labels.split(_BLOCK), strict=True):
+        right_bC = label_b > 0 if label_b.ndim == 2 else label_b[:, None] == number_C
         cosine_bC = image_bE.double() @ class_CE.double().T
         best_b1 = cosine_bC.masked_fill(~right_bC, -torch.inf).amax(1, keepdim=True)
-        rank_b = ((cosine_bC >= best_b1) & ~right_bC).sum(1)
+        rank_b = ((cosine_bC >= best_b1 - TIE) & ~right_bC).sum(1)
         found.append(torch.where(right_bC.any(1), rank_b, -1))
     return torch.cat(found)
 
