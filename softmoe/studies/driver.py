@@ -76,7 +76,8 @@ def conclude(study: ModuleType, lab: Lab, table: Table, claims: list[Claim], fol
     """The figure and the verdict."""
     from softmoe.report.curves import save_png
 
-    notes = [f"Scale {lab.scale}, {lab.seeds} seeds, data {lab.base.data.train}. Runs: results.csv."]
+    trained = any(row.folder.name for row in table)
+    notes = [f"Scale {lab.scale}, {lab.seeds} seeds, data {lab.base.data.train}. Runs: results.csv."] if trained else []
     notes += study.notes(table) if hasattr(study, "notes") else []
     picture = save_png(study.figure(table, lab), folder / f"{name_of(study)}.png")
     return [picture, *write_verdict(folder, name_of(study), (study.__doc__ or "").strip(), claims, notes)]
