@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from softmoe.data import open_source, some_captions, train_tokenizer
 from softmoe.evaluate import extract, load_towers
 from softmoe.models.pretrained import from_pretrained
 from softmoe.train import TextSection, TrainConfig, train
@@ -60,18 +61,18 @@ def test_another_tokenizer_is_another_run(text_config, tmp_path):
         train(replace(config, steps=3))
 
 
-def test_a_given_tokenizer_is_copied(text_config, tmp_path):
+@pytest.mark.parametrize("kind", [".json", ".model"])
+def test_a_given_tokenizer_is_copied(kind, text_config, tmp_path):
     """And serves evaluation after training, from the run and from the saved model."""
-    from two_towers import tokenizer
-
-    file = tmp_path / "mine.json"
-    file.write_bytes(tokenizer().data)
+    made = train_tokenizer(some_captions(open_source("shapes", "train"), 200), 400, kind)
+    file = tmp_path / f"mine{kind}"
+    file.write_bytes(made.data)
     folder = train(replace(text_config(steps=2), text=replace(TEXT, tokenizer=str(file)))).folder
     file.unlink()
     of_run = load_towers(folder.path)
     saved = export(folder)
     assert saved.tokenizer is not None
-    assert saved.tokenizer.data == tokenizer().data
+    assert (saved.tokenizer.name, saved.tokenizer.data) == (f"tokenizer{kind}", made.data)
     assert torch.equal(load_towers(saved.folder).embed_texts(["a star"]), of_run.embed_texts(["a star"]))
 
 
