@@ -36,7 +36,10 @@ def bench_infer(probes: Probes, *, seconds: float = 15.0, batches: Sequence[int]
     tokens = {B: torch.randn(B, M, D) for B in batches}
     works = {B: soft_layer(B, M, D, H, 128, 1) for B in batches}
     yield from cases("S/16 layer, 128 experts", layer, tokens, works, WEIGHTS, probes, seconds)
-    models: dict[str, Sequence[Weights]] = {"soft_ti16_16e": WEIGHTS, "soft_s16_128e": ("float32", "int8")}
+    models: dict[str, Sequence[Weights]] = {
+        "soft_ti16_16e": WEIGHTS,
+        "soft_s16_128e": ("float32", "int8", "int8_dynamic"),
+    }
     for name, stored in models.items():
         model = create_model(name).eval()
         torch.nn.init.normal_(model.head.weight)  # pyright: ignore[reportArgumentType]  # zero at first: all outputs equal
@@ -55,7 +58,8 @@ def cases(
     probes: Probes,
     seconds: float,
 ) -> Iterator[Row]:
-    modules = {"plain float32": plain} | {weights: prepare(plain, weights) for weights in stored}
+    possible: list[Weights] = [weights for weights in stored if weights != "int8_dynamic" or kernel.has_bytes()]
+    modules = {"plain float32": plain} | {weights: prepare(plain, weights) for weights in possible}
     how = "" if kernel.available() else " (no compiler)"
     for B, x in inputs.items():
         contenders = {}

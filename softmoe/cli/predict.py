@@ -34,7 +34,7 @@ class Arguments:
     workers: int = 0
     """Processes that read images."""
     device: str = "auto"
-    weights: Literal["float32", "float16", "bfloat16", "int8", "mapped"] | None = None
+    weights: Literal["float32", "float16", "bfloat16", "int8", "int8_dynamic", "mapped"] | None = None
     """Prepare the model for fast inference, with its experts stored so; mapped: for models larger than the memory."""
 
 

@@ -17,7 +17,7 @@ class Arguments:
     host: str = "127.0.0.1"
     port: int = 8000
     """0 takes any free port."""
-    weights: Literal["float32", "float16", "bfloat16", "int8", "mapped"] = "float32"
+    weights: Literal["float32", "float16", "bfloat16", "int8", "int8_dynamic", "mapped"] = "float32"
     """How experts are stored; mapped: left in their file, for models larger than the memory."""
     top: int = 5
     """Classes in an answer."""

@@ -3,9 +3,12 @@
 Letters: N experts, S rows per expert, D width, H hidden width.
 """
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from softmoe.inference.dynamic import ByteLinear
 from softmoe.inference.packed import PackedLinear, Weights
 from softmoe.moe import Experts
 from softmoe.moe.experts import ACTIVATIONS
@@ -19,8 +22,8 @@ class PreparedExperts(nn.Module):
         N, D, H = experts.num_experts, experts.dim, experts.hidden_dim
         self.dim, self.hidden_dim, self.num_experts = D, H, N
         self.activation = experts.activation
-        self.first = PackedLinear(lambda n: experts.w1[n], (N, D, H), experts.b1, weights)
-        self.second = PackedLinear(lambda n: experts.w2[n].T, (N, H, D), experts.b2, weights)
+        self.first = stack(lambda n: experts.w1[n], (N, D, H), experts.b1, weights)
+        self.second = stack(lambda n: experts.w2[n].T, (N, H, D), experts.b2, weights)
 
     def forward(self, x_NSD: Tensor) -> Tensor:
         if x_NSD.ndim != 3 or x_NSD.shape[0] != self.num_experts or x_NSD.shape[2] != self.dim:
@@ -29,3 +32,9 @@ class PreparedExperts(nn.Module):
             )
         active_NSH = F.gelu(self.first(x_NSD), approximate=ACTIVATIONS[self.activation])
         return self.second(active_NSH)
+
+
+def stack(
+    get: Callable[[int], Tensor], shape: tuple[int, int, int], bias: Tensor, weights: Weights
+) -> PackedLinear | ByteLinear:
+    return ByteLinear(get, shape, bias) if weights == "int8_dynamic" else PackedLinear(get, shape, bias, weights)

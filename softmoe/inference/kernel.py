@@ -134,6 +134,47 @@ def packed_product(x_NSK: Tensor, packed_NQKE: Tensor, scale_NC: Tensor | None, 
     return call(library, x_NSK.contiguous(), packed_NQKE, scale_NC, bias_NC)
 
 
+@cache
+def has_bytes() -> bool:
+    """Whether the processor multiplies bytes (AVX-512 VNNI)."""
+    if not available():
+        return False
+    x, w, ones = torch.zeros(1, 1, 4), torch.zeros(1, 1, 4 * PANEL, dtype=torch.int8), torch.ones(1, 1)
+    return _call_bytes(x, w, ones, ones, ones) is not None
+
+
+def _call_bytes(x_NSK: Tensor, packed: Tensor, scale_NC: Tensor, sums_NC: Tensor, bias_NC: Tensor) -> Tensor | None:
+    library = _library()
+    assert isinstance(library, ctypes.CDLL), library
+    N, S, K = x_NSK.shape
+    C = bias_NC.shape[1]
+    assert packed.numel() == N * -(-C // PANEL) * PANEL * K
+    assert K % 4 == 0
+    tensors = (x_NSK, packed, scale_NC, sums_NC, bias_NC)
+    assert all(t.is_contiguous() for t in tensors)
+    y_NSC = torch.empty(N, S, C)
+    room = (y_NSC, torch.empty(N, S, K, dtype=torch.uint8), torch.empty(N, S, 2))
+    done = library.product_bytes(
+        *(ctypes.c_void_p(t.data_ptr()) for t in (*tensors, *room)),
+        *map(ctypes.c_int64, (N, S, K, C)),
+        ctypes.c_int(torch.get_num_threads()),
+    )
+    return y_NSC if done else None
+
+
+@torch.library.custom_op("softmoe::byte_product", mutates_args=(), device_types="cpu")
+def byte_product(x_NSK: Tensor, packed: Tensor, scale_NC: Tensor, sums_NC: Tensor, bias_NC: Tensor) -> Tensor:
+    """As packed_product for int8 weights, with every row of x rounded to bytes too."""
+    y_NSC = _call_bytes(x_NSK.contiguous(), packed, scale_NC, sums_NC, bias_NC)
+    assert y_NSC is not None, "asked for on a processor that has no such product"
+    return y_NSC
+
+
+@byte_product.register_fake
+def _byte_shape(x_NSK: Tensor, packed: Tensor, scale_NC: Tensor, sums_NC: Tensor, bias_NC: Tensor) -> Tensor:
+    return x_NSK.new_empty(x_NSK.shape[0], x_NSK.shape[1], bias_NC.shape[1])
+
+
 @packed_product.register_fake
 def _shape(x_NSK: Tensor, packed_NQKE: Tensor, scale_NC: Tensor | None, bias_NC: Tensor) -> Tensor:
     return x_NSK.new_empty(x_NSK.shape[0], x_NSK.shape[1], bias_NC.shape[1])

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from softmoe.inference import kernel
 from softmoe.inference.kernel import PANEL
 
-WEIGHTS = ("float32", "float16", "bfloat16", "int8")
-Weights = Literal["float32", "float16", "bfloat16", "int8"]
-Storage = Literal["float32", "float16", "bfloat16", "int8", "mapped"]
+WEIGHTS = ("float32", "float16", "bfloat16", "int8", "int8_dynamic")
+Weights = Literal["float32", "float16", "bfloat16", "int8", "int8_dynamic"]
+Storage = Literal["float32", "float16", "bfloat16", "int8", "int8_dynamic", "mapped"]
 """What commands offer: also float32 left in its file, for models larger than the memory (see mapped.py)."""
 
 

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from softmoe.inference import kernel
+from softmoe.inference.dynamic import ByteDense
 from softmoe.inference.experts import PreparedExperts
 from softmoe.inference.packed import WEIGHTS, Weights
 from softmoe.inference.routers import PreparedSoftRouter
+from softmoe.models.transformer import MLP, Attention, Block
 from softmoe.moe import (
     Experts,
     ExpertsChoiceRouter,
@@ -30,7 +32,13 @@ from softmoe.moe import (
     UniformSoftRouter,
 )
 
-LARGEST_ERROR: dict[str, float] = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2, "int8": 8e-2}
+LARGEST_ERROR: dict[str, float] = {
+    "float32": 1e-4,
+    "float16": 1e-2,
+    "bfloat16": 3e-2,
+    "int8": 8e-2,
+    "int8_dynamic": 8e-2,
+}
 """Root mean square of the change of the experts' outputs, over that of the outputs: beyond this, prepare refuses."""
 Model = TypeVar("Model", bound=nn.Module)
 _LAYERS = (MoE, SoftMoE)
@@ -50,7 +58,8 @@ def prepare(model: Model, weights: Weights = "float32", *, copy_weights: bool = 
 
     `model` is a ViT, one MoE layer, or any module that holds such layers, in evaluation mode and float32. `weights` is
     how experts are stored: float16 and bfloat16 in half, int8 in a quarter of the memory (and of the time, where that
-    is spent on reading them). `copy_weights=False` (float32 only) leaves all weights where they are: for models mapped
+    is spent on reading them); int8_dynamic also rounds what goes into experts and dense layers, and computes in
+    bytes. `copy_weights=False` (float32 only) leaves all weights where they are: for models mapped
     from a file that is larger than the memory.
     """
     if weights not in WEIGHTS:
@@ -66,6 +75,9 @@ def prepare(model: Model, weights: Weights = "float32", *, copy_weights: bool = 
             prepared = _named(path, PreparedExperts, module, weights)
             compare(path, module, prepared, weights)
             memo[id(module)] = prepared
+        elif type(module) is Block and weights == "int8_dynamic":
+            for name, linear in _dense(module):
+                memo[id(linear)] = _named(f"{path}.{name}", ByteDense, linear)
         elif type(module) is nn.Dropout:
             memo[id(module)] = nn.Identity()
     if not copy_weights:
@@ -121,6 +133,14 @@ def compare(path: str, plain: Experts, prepared: nn.Module, weights: Weights) ->
             f"{weights} weights would change the outputs of expert {worst} in {path or 'the experts'} by "
             f"{float(relative_N[worst]):.1%}; use more bits"
         )
+
+
+def _dense(block: Block) -> Iterator[tuple[str, nn.Linear]]:
+    """The linears of a block whose inside is known."""
+    if type(block.attention) is Attention:
+        yield from (("attention.qkv", block.attention.qkv), ("attention.out", block.attention.out))
+    if type(block.mlp) is MLP:
+        yield from (("mlp.fc1", block.mlp.fc1), ("mlp.fc2", block.mlp.fc2))
 
 
 def _packs(experts: Experts) -> bool:

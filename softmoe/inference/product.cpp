@@ -13,6 +13,7 @@
 namespace {
 
 constexpr int LANES = 16, VECTORS = 4, PANEL = LANES * VECTORS, ROWS = 6;
+[[maybe_unused]] constexpr int BYTE_ROWS = 4;  // with more, GCC 12 moves the sums to the stack and back
 
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
@@ -91,7 +92,7 @@ void tile(const float* x, const W* panel, int64_t K, const float* scale, const f
     }
     for (int r = 0; r < R; r++) {
         float row[PANEL];
-        std::memcpy(row, sums[r], sizeof row);
+        for (int v = 0; v < VECTORS; v++) std::memcpy(row + v * LANES, &sums[r][v], sizeof(Floats));
         for (int c = 0; c < width; c++) y[r * C + c] = row[c] * (scale ? scale[c] : 1.0f) + bias[c];
     }
 }
@@ -128,7 +129,103 @@ void product(const float* x, const W* w, const float* scale, const float* bias, 
     }
 }
 
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+
+// A row as bytes: x[k] = low + step * bytes[k], 256 steps from its smallest to its largest number. Numbers that are not
+// finite make the step or the low one not finite, and with it the whole row of outputs.
+struct Steps { float low, step; };
+
+Steps to_bytes(const float* x, int64_t K, uint8_t* bytes) {
+    __m512 low = _mm512_set1_ps(x[0]), high = low, check = _mm512_setzero_ps();
+    for (int64_t k = 0; k < K; k += LANES) {
+        const __mmask16 mask = K - k < LANES ? (__mmask16)((1u << (K - k)) - 1) : (__mmask16)0xffff;
+        const __m512 values = _mm512_mask_loadu_ps(_mm512_set1_ps(x[0]), mask, x + k);
+        low = _mm512_min_ps(low, values);
+        high = _mm512_max_ps(high, values);
+        check = _mm512_fmadd_ps(values, _mm512_setzero_ps(), check);  // 0, or not a number
+    }
+    const float least = _mm512_reduce_min_ps(low), most = _mm512_reduce_max_ps(high), zero = _mm512_reduce_add_ps(check);
+    const float step = most > least ? (most - least) / 255.0f : 1.0f;
+    const __m512 start = _mm512_set1_ps(least), inverse = _mm512_set1_ps(1.0f / step);
+    for (int64_t k = 0; k < K; k += LANES) {
+        const __mmask16 mask = K - k < LANES ? (__mmask16)((1u << (K - k)) - 1) : (__mmask16)0xffff;
+        const __m512 values = _mm512_maskz_loadu_ps(mask, x + k);
+        const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_sub_ps(values, start), inverse));
+        _mm512_mask_cvtusepi32_storeu_epi8(bytes + k, mask, whole);
+    }
+    return {least + zero, step};
+}
+
+// As tile, for rows of bytes and weights in groups of four inputs: (K / 4, 64 outputs, 4 inputs).
+template <int R>
+void byte_tile(const uint8_t* x, const Steps* steps, const int8_t* panel, int64_t K, const float* scale,
+               const float* sums_of_weights, const float* bias, float* y, int64_t C, int width) {
+    __m512i sums[R][VECTORS];
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = _mm512_setzero_si512();
+    for (int64_t k = 0; k < K; k += 4) {
+        __m512i weights[VECTORS];
+        for (int v = 0; v < VECTORS; v++) weights[v] = _mm512_loadu_si512(panel + k * PANEL + v * 64);
+        for (int r = 0; r < R; r++) {
+            int32_t four;
+            std::memcpy(&four, x + r * K + k, 4);
+            const __m512i inputs = _mm512_set1_epi32(four);
+            for (int v = 0; v < VECTORS; v++) sums[r][v] = _mm512_dpbusd_epi32(sums[r][v], inputs, weights[v]);
+        }
+    }
+    for (int r = 0; r < R; r++) {
+        int32_t row[PANEL];
+        for (int v = 0; v < VECTORS; v++) _mm512_storeu_si512(row + v * LANES, sums[r][v]);
+        for (int c = 0; c < width; c++)
+            y[r * C + c] = ((float)row[c] * steps[r].step + steps[r].low * sums_of_weights[c]) * scale[c] + bias[c];
+    }
+}
+
+void byte_rows(int count, const uint8_t* x, const Steps* steps, const int8_t* panel, int64_t K, const float* scale,
+               const float* sums, const float* bias, float* y, int64_t C, int width) {
+    switch (count) {
+        case 1: return byte_tile<1>(x, steps, panel, K, scale, sums, bias, y, C, width);
+        case 2: return byte_tile<2>(x, steps, panel, K, scale, sums, bias, y, C, width);
+        case 3: return byte_tile<3>(x, steps, panel, K, scale, sums, bias, y, C, width);
+        case 4: return byte_tile<4>(x, steps, panel, K, scale, sums, bias, y, C, width);
+    }
+}
+
+#endif
+
 }  // namespace
+
+// Rows rounded to bytes as they come, weights in bytes: y = x @ (w * scale) + bias with 32-bit sums. K is a multiple of
+// four, `bytes` (N, S, K) and `steps` (N, S, 2) are room to work in, sums_of_weights is (N, C). Returns 0 where the
+// processor has no such instruction.
+extern "C" int product_bytes(const float* x, const int8_t* w, const float* scale, const float* sums_of_weights,
+                             const float* bias, float* y, uint8_t* bytes, void* room, int64_t N, int64_t S, int64_t K,
+                             int64_t C, int threads) {
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+    Steps* steps = (Steps*)room;
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t row = 0; row < N * S; row++) steps[row] = to_bytes(x + row * K, K, bytes + row * K);
+    const int64_t panels = (C + PANEL - 1) / PANEL, tiles = (S + BYTE_ROWS - 1) / BYTE_ROWS;
+    const int64_t chunk = N * panels < 32 * threads ? 1 : 2;
+#pragma omp parallel for collapse(2) schedule(dynamic, chunk) num_threads(threads)
+    for (int64_t n = 0; n < N; n++) {
+        for (int64_t p = 0; p < panels; p++) {
+            const int64_t first = p * PANEL, start = n * C + first;
+            const int width = (int)(C - first < PANEL ? C - first : PANEL);
+            for (int64_t t = 0; t < tiles; t++) {
+                const int64_t top = n * S + t * S / tiles, bottom = n * S + (t + 1) * S / tiles;
+                byte_rows((int)(bottom - top), bytes + top * K, steps + top, w + (n * panels + p) * K * PANEL, K,
+                          scale + start, sums_of_weights + start, bias + start, y + top * C + first, C, width);
+            }
+        }
+    }
+    return 1;
+#else
+    (void)x, (void)w, (void)scale, (void)sums_of_weights, (void)bias, (void)y, (void)bytes, (void)room;
+    (void)N, (void)S, (void)K, (void)C, (void)threads;
+    return 0;
+#endif
+}
 
 #define EXPORT(NAME, TYPE)                                                                                         \
     extern "C" void NAME(const float* x, const void* w, const float* scale, const float* bias, float* y, int64_t N, \

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from softmoe.inference import kernel
+from softmoe.inference.dynamic import ByteDense, ByteLinear
 from softmoe.inference.packed import PackedLinear
 
 needs_compiler = pytest.mark.skipif(not kernel.available(), reason=f"no compiled product: {kernel.why_not()}")
@@ -105,3 +106,61 @@ def test_compiles_into_a_graph():
     program = torch.export.export(layer.eval(), (x,), dynamic_shapes=({1: torch.export.Dim("rows")},))
     more = torch.randn(2, 5, 4)
     torch.testing.assert_close(program.module()(more), layer(more))
+
+
+needs_bytes = pytest.mark.skipif(not kernel.has_bytes(), reason="no product of bytes on this processor")
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """Each row to 256 steps from its smallest to its largest number, in float64."""
+    x = x.double()
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    step = torch.where(high > low, (high - low) / 255, 1.0)
+    return low + step * ((x - low) / step).round()
+
+
+@needs_bytes
+@settings(max_examples=40)
+@given(shape=SHAPES)
+def test_bytes_equal_plain(shape):
+    """The product of bytes is that of the rounded rows with the rounded weights, to a step."""
+    N, S, K, C = shape
+    w, b, x = torch.randn(N, K, C), torch.randn(N, C), 3 * torch.randn(N, S, K)
+    layer = ByteLinear(w.__getitem__, (N, K, C), b)
+    matrices = torch.stack([layer.matrix(n) for n in range(N)]).double()
+    expected = (rounded(x) if S else x.double()) @ matrices + b.unsqueeze(1).double()
+    step = (x.amax(-1, keepdim=True) - x.amin(-1, keepdim=True)) / 255 if S else torch.zeros(N, 0, 1)
+    slack = step * matrices.abs().amax(1, keepdim=True).float() + 1e-4
+    assert ((layer(x) - expected.float()).abs() <= slack).all()
+
+
+@needs_bytes
+def test_bytes_of_odd_rows():
+    """Constant rows are exact to rounding; a row with nan or inf gives nan, and no other row does."""
+    w, b = torch.randn(1, 6, 70), torch.randn(1, 70)
+    layer = ByteLinear(w.__getitem__, (1, 6, 70), b)
+    x = torch.randn(1, 4, 6)
+    x[0, 0], x[0, 1, 3], x[0, 2, 5] = 2.5, float("nan"), float("inf")
+    y = layer(x)
+    torch.testing.assert_close(y[0, 0], (2.5 * layer.matrix(0).sum(0) + b[0]), rtol=1e-5, atol=1e-5)
+    assert not y[0, 1:3].isfinite().any()
+    assert y[0, 3].isfinite().all()
+
+
+@needs_bytes
+def test_bytes_instead_of_a_linear():
+    """Any leading shape, with and without a bias, within two percent of the linear."""
+    for bias in (True, False):
+        linear = torch.nn.Linear(32, 20, bias=bias)
+        x = torch.randn(2, 3, 5, 32)
+        with torch.no_grad():
+            ours, plain = ByteDense(linear)(x), linear(x)
+        assert ours.shape == plain.shape
+        assert (ours - plain).norm() / plain.norm() < 0.02
+
+
+def test_bytes_without_the_instruction(monkeypatch):
+    """A sentence, not a crash."""
+    monkeypatch.setattr(kernel, "has_bytes", lambda: False)
+    with pytest.raises(ValueError, match=r"int8_dynamic needs the compiled product .* use int8"):
+        ByteLinear(torch.randn(1, 4, 4).__getitem__, (1, 4, 4), torch.randn(1, 4))

@@ -13,8 +13,9 @@ from softmoe.inference.packed import round_to
 from softmoe.inference.routers import PreparedSoftRouter
 from softmoe.moe import Experts, MoE, SoftMoE, SoftRouter
 
-WEIGHTS = ("float32", "float16", "bfloat16", "int8")
-TOLERANCE = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1e-2, "int8": 3e-2}
+BYTES = pytest.param("int8_dynamic", marks=pytest.mark.skipif(not kernel.has_bytes(), reason="no product of bytes"))
+WEIGHTS = ("float32", "float16", "bfloat16", "int8", BYTES)
+TOLERANCE = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1e-2, "int8": 3e-2, "int8_dynamic": 6e-2}
 """Of the outputs' root mean square, for random weights."""
 ROUTERS = ("soft", "tokens_choice", "experts_choice", "identity", "uniform", "soft_uniform", "uniform_soft")
 
@@ -37,6 +38,8 @@ def _both(request, monkeypatch):
     """With the compiled product and without it."""
     if not request.param:
         monkeypatch.setattr(kernel, "available", lambda: False)
+        if request.node.callspec.params.get("weights") == "int8_dynamic":
+            pytest.skip("only compiled")
     elif not kernel.available():
         pytest.skip(str(kernel.why_not()))
 
@@ -163,7 +166,7 @@ def hooked() -> nn.Module:
         (large, "float16", r"weights up to 1e\+06, which float16 cannot hold"),
         (hooked, "int8", "experts has hooks"),
         (lambda: tiny("vit_ti8"), "int8", "no experts"),
-        (lambda: tiny(), "int4", "weights must be one of float32, float16, bfloat16, int8"),
+        (lambda: tiny(), "int4", "weights must be one of float32, float16, bfloat16, int8, int8_dynamic"),
         (lambda: tiny().to("meta"), "int8", "meta device"),
     ],
 )
