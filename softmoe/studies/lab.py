@@ -129,7 +129,7 @@ def tiny_base() -> TrainConfig:
         model=replace(config.model, name="vit_ti8", width=16, depth=2, heads=2, mlp_dim=32),
         data=replace(
             config.data,
-            train="shapes?size=32",
+            train="shapes?size=32&length=1024",
             batch_size=8,
             transform=TransformConfig(image_size=32, crop="resize"),
         ),

@@ -150,7 +150,7 @@ def test_keys_depend_on_what_decides_and_on_nothing_else() -> None:
         replace(config, steps=4),
         LAB.config("soft", slots_per_expert=2),
         LAB.config("dense"),
-        replace(config, data=replace(config.data, train="shapes?size=32&seed=1")),
+        replace(config, data=replace(config.data, train="shapes?size=32&length=1024&seed=1")),
         replace(config, evaluation=replace(config.evaluation, examples=8)),
     ]
     assert len({key_of(Training(c)) for c in [config, *others]}) == 7
