@@ -118,8 +118,9 @@ def finish(result: Result) -> int:
     rows |= {"model": str(export(folder).folder), "metrics": str(folder.metrics)}
     if folder.evaluation.exists():
         rows["evaluation"] = str(folder.evaluation)
+    width = max(map(len, rows)) + 2
     for name, value in rows.items():
-        print(f"{name:<12}{value}")
+        print(f"{name:<{width}}{value}")
     return 0
 
 
