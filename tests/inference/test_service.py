@@ -185,25 +185,38 @@ def test_overload_is_clean():
             thread.join()
     assert sorted({status for status, _ in found}) == [200, 503]
     assert all(json.loads(text)["error"].startswith("too many") for status, text in found if status == 503)
-    assert [text for status, text in found if status == 200] == [b'{"said":"hello"}'] * (60 - 54)
+    answered = [text for status, text in found if status == 200]
+    assert len(answered) in (5, 6)  # four that waited, and one or two in the batch at work
+    assert set(answered) == {b'{"said":"hello"}'}
     assert service.present == 0
 
 
-def test_too_slow_is_503_and_a_failing_model_500():
-    """A request that is not answered in time is told so; an error in the model is not the client's."""
+def test_too_slow():
+    """A request that is not answered in time is told so."""
     gate = threading.Event()
+
+    def stuck(questions: list[bytes]) -> list[bytes]:
+        gate.wait()
+        return questions
+
+    with served(stuck, max_batch=1, max_wait=0.0, timeout=0.2) as (port, _):
+        status, text = ask(port, "/classify", b"slow")
+        gate.set()
+    assert status in (408, 503)  # 408 if this machine was too busy to bring the few bytes over in time
+    assert b"within 0.2 seconds" in text
+
+
+def test_a_failing_model():
+    """An error in the model is not the client's, and does not end the service."""
 
     def model(questions: list[bytes]) -> list[bytes]:
         if b"fail" in questions:
             raise RuntimeError("broken")
-        gate.wait()
         return questions
 
-    with served(model, max_batch=1, max_wait=0.0, timeout=0.2) as (port, _):
+    with served(model, max_batch=1, max_wait=0.0, timeout=300.0) as (port, _):
         assert ask(port, "/classify", b"fail")[0] == 500
-        status, text = ask(port, "/classify", b"slow")
-        gate.set()
-        assert (status, b"within 0.2 seconds" in text) == (503, True)
+        assert ask(port, "/classify", b"fine")[0] == 200
 
 
 def test_a_port_in_use(tmp_path, capsys):
