@@ -87,7 +87,7 @@ def draw(rows: list[Row], title: str, path: Path) -> None:
             if len(best) == len(x):
                 axes.plot(x, best, linestyle=":", color=line.get_color())
         axes.set(xscale="log", yscale="log", xlabel="experts", ylabel="images a second (dotted: the roofline)")
-        axes.set_title(title)
+        axes.set_title(title, fontsize=9)
         axes.legend()
     else:
         figure, axes = pyplot.subplots(figsize=(9, 1 + 0.28 * len(rows)))
