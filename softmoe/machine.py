@@ -14,7 +14,7 @@ def prepare_environment() -> None:
     """Set the thread, CPU and memory guards. Called when softmoe is imported, before torch is.
 
     - libgomp's threads spin at barriers; on shared cores that makes a model up to 20 times slower. PASSIVE sleeps at
-      once, but waking costs small models a fifth of their step: 200 looks before falling asleep cost nobody anything.
+      once, and waking up is felt in small models: 200 looks before falling asleep avoid most of it.
     - Some virtual machines hide a CPUID leaf that oneDNN needs for AMX, and bfloat16 products then die with an
       illegal instruction. A cap on the instruction set avoids that; float16 keeps its speed.
     - Stacked expert gradients are hundreds of megabytes, allocated anew at every step. In huge pages that costs
