@@ -5,6 +5,7 @@ is run after it was written, at two batch sizes, and compared with the model; on
 """
 
 import json
+import logging
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -105,6 +106,9 @@ def _onnx(model: nn.Module, images: Tensor, target: Path) -> Run:
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise ValueError(f"export to ONNX needs {error.name}: pip install 'softmoe[export]'") from error
+    logging.getLogger("torch.onnx").setLevel(
+        logging.ERROR
+    )  # it warns that torchvision, which nobody asked for, is missing
     size = sum(tensor.nbytes for tensor in model.state_dict().values())
     torch.onnx.export(
         model,
