@@ -83,8 +83,10 @@ def claims(table: Table) -> Iterator[Claim]:
 
 
 def slowdown(speed: Table, router: str) -> dict[int, float]:
-    """By repetition: the share of the throughput that the most experts cost, at the most rows a token: there all routers
-    have all numbers of experts (with fewer, Soft MoE has not slots enough)."""
+    """By repetition: the share of the throughput that the most experts cost.
+
+    At the most rows a token, where all routers have all numbers of experts: with fewer, Soft MoE lacks slots.
+    """
     rows = speed.where(router=router, rows=max(speed.distinct("rows")))
     few, many = (rows.where(experts=pick(rows.distinct("experts"))).values("images_per_second") for pick in (min, max))
     return {seed: 1.0 - many[seed] / few[seed] for seed in few if seed in many}
