@@ -78,6 +78,10 @@ def heat(
     form: str,
 ) -> None:
     """A map of (column, row) -> value, colored between the limits; what was not run is left white."""
+    if not grid:
+        axis.text(0.5, 0.5, "not run", ha="center", transform=axis.transAxes, color="#888888")
+        axis.set(xticks=[], yticks=[])
+        return
     columns = sorted({column for column, _ in grid})
     rows = sorted({row for _, row in grid})
     values = np.full((len(rows), len(columns)), np.nan)

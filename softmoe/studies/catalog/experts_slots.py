@@ -74,6 +74,8 @@ def claims(table: Table) -> Iterator[Claim]:
     for rows in quality.where(router="soft").distinct("rows"):
         soft = quality.where(router="soft", rows=rows)
         few, many = min(soft.distinct("experts")), max(soft.distinct("experts"))
+        if few == many:
+            continue
         text = f"Soft MoE, {rows} slots per token: {many} experts are better than {few}"
         yield from better(soft.where(experts=many), soft.where(experts=few), text)
     for router in ROUTERS[1:]:
