@@ -94,7 +94,8 @@ def figure(table: Table, lab: Lab) -> Any:
     by_formula.set_xticks(SIZES)
     by_formula.legend(frameon=False, fontsize=8)
     finish(by_formula, "pixels, by formula", "forward FLOPs / the dense model's")
-    ours.legend(frameon=False, fontsize=8)
+    if len(table.where(what="fine-tuned")):
+        ours.legend(frameon=False, fontsize=8)
     finish(ours, "pixels of fine-tuning, ours", label("top1"))
     models = [row for row in read_table("long_runs_upstream") if row["train_steps"] in ("4M", "2M")]
     names = [f"{row['model']}, {row['train_steps']}" for row in models]
