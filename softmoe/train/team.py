@@ -70,6 +70,8 @@ class Team:
             raise ValueError("compile is for one process: set it to False, or train without torchrun")
         if config.optim.in_backward:
             raise ValueError("optim.in_backward is for one process: set it to False; parallel.shard saves memory there")
+        if config.optim.states != "float32":
+            raise ValueError("optim.states is for one process: leave it at float32; parallel.shard saves memory there")
         parallel.check_groups(shape, images // config.accumulate)
         if shape.moe and shape.moe_blocks and self.mesh.sizes.expert > 1:
             parallel.check_experts(shape.moe.num_experts, shape.width, shape.mlp_dim, self.mesh.sizes)
