@@ -1,9 +1,9 @@
 """Measure the peak memory of `softmoe inspect` for a few and for many images.
 
-    python tools/measure_inspect_memory.py [--layers 32] [--slots 256] [--images 250 2000]
+    python tools/measure_inspect_memory.py [--layers 32] [--slots 256] [--pixels 128] [--images 250 2000]
 
-A Soft MoE of that many layers and slots with 196 tokens and random weights, narrow, so that its own size
-does not matter, on scenes of `shapes`. Each number of images is a fresh process.
+A Soft MoE of that many layers and slots with random weights and a token for every 16 x 16 pixels, narrow, so that its
+own size does not matter, on scenes of `shapes`. Each number of images is a fresh process.
 """
 
 import argparse
@@ -28,10 +28,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--slots", type=int, default=256)
+    parser.add_argument("--pixels", type=int, default=128)
     parser.add_argument("--images", type=int, nargs="+", default=[250, 2000])
     wanted = parser.parse_args()
     shape = {"width": 32, "mlp_dim": 32, "heads": 2, "depth": wanted.layers, "blocks": tuple(range(wanted.layers))}
-    model = softmoe.create_model(f"soft_s16_{wanted.slots}e", num_classes=10, image_size=224, **shape)
+    model = softmoe.create_model(f"soft_s16_{wanted.slots}e", num_classes=10, image_size=wanted.pixels, **shape)
     with tempfile.TemporaryDirectory() as folder:
         softmoe.save_pretrained(model, Path(folder) / "model")
         for images in wanted.images:
