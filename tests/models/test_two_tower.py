@@ -23,9 +23,9 @@ def test_unit_vectors_and_logits():
     for vectors in (found.image, found.text):
         assert vectors.shape == (3, 16)
         torch.testing.assert_close(vectors.norm(dim=1), torch.ones(3))
-    assert float(found.scale) == pytest.approx(10.0)
-    assert float(found.bias) == -10.0
-    assert float(model.log_scale) == pytest.approx(math.log(10))
+    assert found.scale.item() == pytest.approx(10.0)
+    assert found.bias.item() == -10.0
+    assert model.log_scale.item() == pytest.approx(math.log(10))
     assert two_towers(bias_init=None)(IMAGES, TOKENS).bias is None
 
 
