@@ -5,9 +5,9 @@
 
 For who found Soft MoE no better than dense on small data: what made the difference here is a quarter as many slots as
 tokens, experts in every block, and a scale of the logits that starts at 6. A step then costs 0.64 of the dense
-twin's FLOPs (the second command gives the twin the same total), and the saved ones buy more steps. Make it
-larger with model.width, model.depth and schedule.peak (lower for wider), and add augmentation
-(data.transform.rand_layers, mixup) when images are seen more than about ten times.
+twin's FLOPs (the second command gives the twin the same total), and the saved ones buy more steps. In time the saving
+shows from a width of about 128 on. Make it larger with model.width, model.depth and schedule.peak (lower for wider),
+and add augmentation (data.transform.rand_layers, mixup) when images are seen more than about ten times.
 
 Time: about 10 minutes on 2 cores. Expected result: see docs/experiments.md, "Tiny-ImageNet".
 """
