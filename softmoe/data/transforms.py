@@ -119,24 +119,27 @@ class Transform:
         return random_erasing(image, config.erase, rng) if config.erase else image
 
     def _small_crops(self, images: np.ndarray, rngs: list[np.random.Generator]) -> np.ndarray:
-        """Pad, crop and flip (B, H, W, 3) at once: small images must not cost a Python call per step and
-        image."""
+        """Pad, crop and flip (B, H, W, 3): a slice of each is all that is done image by image."""
         draws = np.array([rng.random(3) for rng in rngs])
         pad = self.config.pad
         height, width = self.config.size
-        padded = np.pad(images, ((0, 0), (pad, pad), (pad, pad), (0, 0)), mode="reflect")
-        top, left = (draws[:, :2] * (2 * pad + 1)).astype(np.int64).T
-        rows = top[:, None] + np.arange(height)
-        columns = left[:, None] + np.arange(width)
-        if self.config.flip:
-            mirrored = draws[:, 2] < 0.5
-            columns[mirrored] = columns[mirrored, ::-1]
-        batch = np.arange(len(images))[:, None, None]
-        return padded[batch, rows[:, :, None], columns[:, None, :]]
+        padded = _pixels_of(np.pad(images, ((0, 0), (pad, pad), (pad, pad), (0, 0)), mode="reflect"))
+        places = (draws[:, :2] * (2 * pad + 1)).astype(np.int64).tolist()
+        mirrored = (self.config.flip & (draws[:, 2] < 0.5)).tolist()
+        cut = np.empty(images.shape, dtype=np.uint8)
+        for k, (top, left) in enumerate(places):
+            part = padded[k, top : top + height, left : left + width]
+            _pixels_of(cut)[k] = part[:, ::-1] if mirrored[k] else part
+        return cut
 
     def _resized(self, image: np.ndarray, plan: Plan) -> np.ndarray:
         area = self.crop == "central"  # the reference shrinks by area in evaluation, bilinearly in training
         return resize(image, self.config.size, plan.box, self.config.antialias, area)
+
+
+def _pixels_of(images: np.ndarray) -> np.ndarray:
+    """(..., H, W) of the same memory, a pixel's three bytes being one thing: mirrored, that is three times as fast."""
+    return images.view("V3")[..., 0]
 
 
 def inception_crop(
