@@ -193,7 +193,7 @@ def _context() -> Any:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["softmoe.data.loader", "softmoe.data.deaf"])  # torch is imported once
+    context.set_forkserver_preload(["softmoe.deaf", "softmoe.data.loader"])  # torch is imported once
     return context
 
 

@@ -266,7 +266,7 @@ SCRIPT = """
     def main():
         source = open_source("shapes", "train")
         stream = Loader(source, Transform(TransformConfig(32, "pad_crop"), True), 8, workers=2).batches()
-        next(stream)
+        next(stream), next(stream)  # one of each worker
         try:
             print("ready", flush=True)
             while True:
@@ -282,7 +282,7 @@ SCRIPT = """
 
 @pytest.fixture
 def running(tmp_path):
-    """A process of its own group that reads batches with two workers; given when it has the first."""
+    """A process of its own group that reads batches with two workers; given when both have sent one."""
     script = tmp_path / "run.py"
     script.write_text(textwrap.dedent(SCRIPT))
     with subprocess.Popen(

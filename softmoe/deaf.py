@@ -1,6 +1,6 @@
 """Imported by the server process that data workers are forked from, and by nobody else: it and they do not hear Ctrl-C.
 
-A worker that came to know this only later could still be interrupted, with a traceback, while it starts.
+Loaded before torch: a process that came to know this later could be interrupted, with a traceback, while it starts.
 """
 
 import signal
