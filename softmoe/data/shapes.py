@@ -2,7 +2,8 @@
 training on.
 
 Example `index` of a split is a pure function of (seed, split, index); the scene does not change with the
-size. See shapes_classes.py for what the classes are and shapes_draw.py for how a scene is drawn.
+size. See shapes_classes.py for what the classes are, shapes_scenes.py for what is in a scene
+and shapes_draw.py for how it is drawn.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from softmoe.data.shapes_classes import (
     captions,
     compositions,
 )
-from softmoe.data.shapes_draw import Scenes, compose, draw, uniforms
+from softmoe.data.shapes_draw import draw
+from softmoe.data.shapes_scenes import Scenes, compose, uniforms
 from softmoe.data.source import Example, MinSide, fingerprint, positive_int
 
 _LENGTHS = {"train": 2**20}

@@ -101,16 +101,18 @@ class Transform:
 
     def apply_batch(self, images: list[np.ndarray], plans: list[Plan], rngs: list[np.random.Generator]) -> np.ndarray:
         """(B, H, W, 3) uint8. Each image has its own generator, so a batch equals its images one by one."""
-        sized = [self._resized(image, plan) for image, plan in zip(images, plans, strict=True)]
+        sized = np.empty((len(images), *self.config.size, 3), dtype=np.uint8)
+        for place, image, plan in zip(sized, images, plans, strict=True):
+            place[:] = self._resized(image, plan)
         if not self.train:
-            return np.stack(sized)
+            return sized
         if self.crop == "pad_crop":
-            ready = list(self._small_crops(np.stack(sized), rngs))
+            sized = self._small_crops(sized, rngs)
         elif self.config.flip:
-            ready = [flip(image, rng) for image, rng in zip(sized, rngs, strict=True)]
-        else:
-            ready = sized
-        return np.stack([self._augmented(image, rng) for image, rng in zip(ready, rngs, strict=True)])
+            mirror(sized, [rng.random() < 0.5 for rng in rngs])
+        if self.config.rand_layers or self.config.erase:
+            sized = np.stack([self._augmented(image, rng) for image, rng in zip(sized, rngs, strict=True)])
+        return sized
 
     def _augmented(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         config = self.config
@@ -217,9 +219,11 @@ def _sampled(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     return (upper * (1 - down) + lower * down).astype(np.uint8)
 
 
-def flip(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Left and right exchanged, half of the time."""
-    return image[:, ::-1] if rng.random() < 0.5 else image
+def mirror(images: np.ndarray, chosen: list[bool]) -> None:
+    """Exchange left and right of some of (B, H, W, 3), in place."""
+    pixels = _pixels_of(images)
+    rows = np.flatnonzero(chosen)
+    pixels[rows] = pixels[rows, :, ::-1]
 
 
 def to_tensor(images: np.ndarray) -> torch.Tensor:

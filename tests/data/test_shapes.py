@@ -8,7 +8,8 @@ import pytest
 
 from softmoe.data import open_source, shapes_draw
 from softmoe.data.shapes_classes import COMPANIONS, PAINTS, RELATIONS, SECONDS, SHAPES, TEXTURE_NAMES, compositions
-from softmoe.data.shapes_draw import compose, draw
+from softmoe.data.shapes_draw import draw
+from softmoe.data.shapes_scenes import compose
 from softmoe.data.shapes_tables import OUTLINES, _grid
 
 

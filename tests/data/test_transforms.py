@@ -9,7 +9,7 @@ from PIL import Image
 
 from softmoe.data import Transform, TransformConfig, to_tensor
 from softmoe.data.augment import rand_augment, random_erasing
-from softmoe.data.transforms import CROPS, flip, inception_crop, resize
+from softmoe.data.transforms import CROPS, inception_crop, resize
 
 sides = st.integers(1, 400)
 seeds = st.integers(0, 2**32)
@@ -94,7 +94,9 @@ def test_pad_crop_is_a_window(picture):
 def test_flip():
     """Half of the images are mirrored, the others untouched."""
     image = _noise(0, 4, 5)
-    results = [flip(image, _rng(s)) for s in range(200)]
+    transform = Transform(TransformConfig((4, 5), "resize", flip=True), train=True)
+    plan = transform.plan(4, 5, _rng(0))
+    results = transform.apply_batch([image] * 200, [plan] * 200, [_rng(s) for s in range(200)])
     mirrored = [np.array_equal(r, image[:, ::-1]) for r in results]
     assert all(m or np.array_equal(r, image) for m, r in zip(mirrored, results, strict=True))
     assert 70 < sum(mirrored) < 130

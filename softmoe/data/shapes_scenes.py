@@ -1,0 +1,196 @@
+"""What the pictures of `shapes` show: objects, places, colors and light, drawn from (key, index) alone.
+
+Coordinates: the picture is [-1, 1] x [-1, 1] with y up; radii are in the same units, so a scene does not
+depend on the number of pixels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from softmoe.data import shapes_tables as tables
+from softmoe.data.hashing import GOLDEN, mix64
+from softmoe.data.shapes_classes import (
+    COLOR_NAMES,
+    COMPANIONS,
+    RELATIONS,
+    SECONDS,
+    SHAPES,
+)
+from softmoe.data.shapes_tables import CELLS
+
+_PEBBLES, _TWIGS = 3, 1
+_OUTSIDE = 9.0  # a place that no picture shows
+_DRAWS = 96  # uniform numbers a scene may use
+_PALETTE = np.array([tables.COLORS[name] for name in COLOR_NAMES], dtype=np.float32)
+_TWIG_COLORS = np.array([(92, 70, 48), (58, 50, 44), (150, 128, 100), (120, 120, 116)], dtype=np.float32)
+_COMPANION_SHAPES = np.array([SHAPES.index(name) for name in COMPANIONS])
+_CENTERED = np.array([centered for _, centered in tables.TEXTURES.values()])
+
+
+def _visible_grounds() -> np.ndarray:
+    """(colors, colors, colors, 4) the grounds on which all three colors of a scene stand out most: a green
+    square on grass would teach nothing."""
+    ground = np.array([np.add(dark, light) / 2 for dark, light, _, _ in tables.GROUNDS.values()])
+    apart = np.linalg.norm(_PALETTE[:, None] - ground[None], axis=2)
+    worst = np.minimum(np.minimum(apart[:, None, None], apart[None, :, None]), apart[None, None, :])
+    return np.argsort(-worst, axis=3, kind="stable")[..., :4]
+
+
+_VISIBLE_GROUNDS = _visible_grounds()
+_SECOND_COLORS = np.array([COLOR_NAMES.index(name) for name in SECONDS])
+
+
+def uniforms(key: int, indices: np.ndarray, count: int) -> np.ndarray:
+    """(len(indices), count) float64 in [0, 1): splitmix64 of (key, index, column), a pure function of the
+    three."""
+    state = np.uint64(key) + mix64(indices.astype(np.uint64) + GOLDEN)
+    columns = np.arange(1, count + 1, dtype=np.uint64) * GOLDEN
+    return (mix64(state[:, None] + columns[None, :]) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+@dataclass
+class Placed:
+    """One object in each of B scenes. All arrays are (B,) but `color`, (B, 3)."""
+
+    shape: np.ndarray
+    x: np.ndarray
+    y: np.ndarray
+    radius: np.ndarray
+    angle: np.ndarray
+    color: np.ndarray
+    squeeze: np.ndarray | float = 1.0  # height over width, for twigs
+
+
+@dataclass
+class Scenes:
+    """Everything that B pictures show. `ground` is what captions speak of beside the class."""
+
+    object: Placed
+    companion: Placed
+    pebbles: list[Placed]
+    twigs: list[Placed]
+    texture: np.ndarray
+    second_color: np.ndarray  # (B, 3)
+    texture_scale: np.ndarray
+    texture_shift: np.ndarray  # (B, 2) in radii
+    ground: np.ndarray
+    ground_place: np.ndarray  # (B, 3): shift down, shift across, zoom
+    light: np.ndarray  # (B, 3): gain, slope across, slope up
+    noise: np.ndarray  # (B, 2): strength, where in the table
+
+
+class _Dice:
+    """Hands out columns of one table of uniform numbers, so that adding a draw at the end changes nothing
+    before it."""
+
+    def __init__(self, table: np.ndarray):
+        self.table, self.used = table, 0
+
+    def span(self, low: float | np.ndarray, high: float | np.ndarray) -> np.ndarray:
+        column = self.table[:, self.used]
+        self.used += 1
+        return low + (high - low) * column
+
+    def pick(self, count: int) -> np.ndarray:
+        return self.span(0, count).astype(np.int64)
+
+
+def compose(classes: np.ndarray, key: int, indices: np.ndarray, clutter: float = 1.0) -> Scenes:
+    """Scenes for compositions (B, 7), drawn from (key, index) alone.
+
+    `clutter` in [0, 1] scales all that makes a scene harder: pebbles, twigs, uneven light and noise."""
+    dice = _Dice(uniforms(key, indices, _DRAWS))
+    color, second, texture, shape, relation, companion_color, companion = classes.T
+    big, small = dice.span(0.48, 0.66), dice.span(0.20, 0.28)
+    along, across = dice.span(0.85, 1.0) * (big + small), dice.span(-0.35, 0.35)
+    side = np.where(dice.span(0, 1) < 0.5, -1.0, 1.0)
+    is_ = {name: relation == i for i, name in enumerate(RELATIONS)}
+    # where the companion is, seen from the object: "above" means that the object is above its companion
+    dx = np.select([is_["beside"], is_["behind"]], [side * along, across * 0.4], across)
+    dy = np.select([is_["above"], is_["below"], is_["beside"]], [-along, along, across], dice.span(-0.12, 0.12))
+    x = _fit(dice, big, small, dx)
+    y = _fit(dice, big, small, dy)
+    ground = _VISIBLE_GROUNDS[color, _SECOND_COLORS[second], companion_color, dice.pick(4)]
+    turn = np.pi / 9
+    main = Placed(shape, x, y, big, dice.span(-turn, turn), _jittered(dice, color))
+    small_one = Placed(
+        _COMPANION_SHAPES[companion],
+        x + dx,
+        y + dy,
+        small,
+        dice.span(-turn, turn),
+        _jittered(dice, companion_color),
+    )
+    shift = np.stack([dice.span(0, 0.5), dice.span(0, 0.5)], axis=1) * ~_CENTERED[texture][:, None]
+    ground_place = np.stack([dice.span(0, CELLS), dice.span(0, CELLS), dice.span(0.7, 1.3)], axis=1)
+    light = np.stack([dice.span(-0.25, 0.15), dice.span(-0.3, 0.3), dice.span(-0.3, 0.3)], axis=1) * clutter
+    light[:, 0] += 1
+    noise = np.stack([dice.span(2, 9) * clutter, dice.span(0, 2**16)], axis=1)
+    return Scenes(
+        main,
+        small_one,
+        [_pebble(dice, clutter) for _ in range(_PEBBLES)],
+        [_twig(dice, main, clutter) for _ in range(_TWIGS)],
+        texture,
+        _jittered(dice, _SECOND_COLORS[second]),
+        dice.span(0.85, 1.15),
+        shift,
+        ground,
+        ground_place,
+        light,
+        noise,
+    )
+
+
+def _fit(dice: _Dice, big: np.ndarray, small: np.ndarray, offset: np.ndarray) -> np.ndarray:
+    """A place for the object such that it and its companion, at `offset` from it, lie within the picture."""
+    low = np.maximum(-1 + big, -1 + small - offset) - 0.05
+    high = np.minimum(1 - big, 1 - small - offset) + 0.05
+    middle, half = (low + high) / 2, np.maximum(high - low, 0) / 2
+    return middle + half * dice.span(-1, 1)
+
+
+def _jittered(dice: _Dice, color: np.ndarray) -> np.ndarray:
+    wobble = np.stack([dice.span(-14, 14) for _ in range(3)], axis=1)
+    return np.clip(_PALETTE[color] + wobble, 0, 255)
+
+
+def _pebble(dice: _Dice, clutter: float) -> Placed:
+    shape, color = dice.pick(len(SHAPES)), _jittered(dice, dice.pick(len(_PALETTE)))
+    x, y = np.where(dice.span(0, 1) < clutter, dice.span(-1, 1), _OUTSIDE), dice.span(-1, 1)
+    return Placed(shape, x, y, dice.span(0.07, 0.14), dice.span(0, 2 * np.pi), color)
+
+
+def _twig(dice: _Dice, main: Placed, clutter: float) -> Placed:
+    """A thin stick that touches the object's edge; half of them lie outside the picture, that is, are absent."""
+    where, present = dice.span(0, 2 * np.pi), dice.span(0, 1) < 0.5 * clutter
+    reach = dice.span(0.5, 1.1) * main.radius
+    x = np.where(present, main.x + reach * np.cos(where), _OUTSIDE)
+    y = main.y + reach * np.sin(where)
+    color = _TWIG_COLORS[dice.pick(len(_TWIG_COLORS))]
+    shape = np.full(len(x), SHAPES.index("plank"))
+    return Placed(shape, x, y, dice.span(0.4, 0.7), dice.span(0, np.pi), color, dice.span(0.14, 0.22))
+
+
+def joined(layers: list[Placed]) -> Placed:
+    """All of the first, then all of the second, and so on."""
+    if len(layers) == 1:
+        return layers[0]
+    columns = {f.name: [getattr(one, f.name) for one in layers] for f in fields(Placed)}
+    columns["squeeze"] = [np.broadcast_to(one.squeeze, one.x.shape) for one in layers]
+    return Placed(**{name: np.concatenate(parts) for name, parts in columns.items()})
+
+
+def chosen(of: Any, rows: np.ndarray) -> Any:
+    """Scenes or objects of some of the pictures."""
+    if isinstance(of, np.ndarray):
+        return of[rows]
+    if isinstance(of, list):
+        return [chosen(one, rows) for one in of]
+    if is_dataclass(of):
+        return replace(of, **{f.name: chosen(getattr(of, f.name), rows) for f in fields(of)})  # pyright: ignore[reportArgumentType]
+    return of
