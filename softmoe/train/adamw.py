@@ -1,22 +1,40 @@
 """AdamW that keeps its two moments in bfloat16: half of their memory, and so three quarters of a training's.
 
-The update itself is torch's fused one, in float32, on pieces that stay in the cache. Of the moments only what is kept
-between steps is rounded: the first to the nearest number, the second at random, up or down so that its mean is right.
+The update is computed in float32: on a CPU by adamw.cpp in one pass over memory, elsewhere and without a compiler by
+torch's fused one on pieces that stay in the cache. Of the moments only what is kept between steps is rounded: the first
+to the nearest number, the second at random, up or down so that its mean is right.
 With a beta2 of 0.999 a step changes the second moment by less than half a unit of bfloat16's last place: rounded to the
 nearest it would stay where it is for ever, and the step size with it.
 """
 
+from __future__ import annotations
+
+import ctypes
+import math
 from collections.abc import Iterable
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from softmoe import compiled
+from softmoe.compiled import address
 from softmoe.parallel import local
 
 PIECE = 1 << 20  # numbers updated at a time
 _SHIFTS = 1 << 12
 _CUT = -(1 << 16)  # the bits of a float32 that bfloat16 has
+
+
+class Flat(NamedTuple):
+    """A parameter, its gradient and its moments as rows of numbers."""
+
+    weight: Tensor
+    gradient: Tensor
+    first: Tensor
+    second: Tensor
 
 
 class CompactAdamW(torch.optim.Optimizer):
@@ -54,18 +72,59 @@ class CompactAdamW(torch.optim.Optimizer):
         state["step"] += 1
         assert parameter.grad is not None
         weight, first, second = (local(t).view(-1) for t in (parameter, state["exp_avg"], state["exp_avg_sq"]))
-        gradient = local(parameter.grad).reshape(-1)
+        flat = Flat(weight, local(parameter.grad).reshape(-1), first, second)
         room = self._room.get(weight.device) or self._room.setdefault(weight.device, _Room(weight.device))
-        count = int(state["step"])
-        for place, start in enumerate(range(0, weight.numel(), PIECE)):
-            part = slice(start, start + PIECE)
-            m, v = room.first[: weight[part].numel()], room.second[: weight[part].numel()]
-            m.copy_(first[part])
-            v.copy_(second[part])
-            fused_update(weight[part], gradient[part], m, v, state["step"], group)
-            first[part] = m
-            round_at_random(v, room.noise(v.numel(), (count, index, place)))
-            second[part] = v
+        library = kernel() if weight.device.type == "cpu" else None
+        if isinstance(library, ctypes.CDLL) and weight.dtype == flat.gradient.dtype == torch.float32:
+            in_one_pass(library, flat, room.numbers, (int(state["step"]), index), group)
+        else:
+            in_pieces(flat, room, state["step"], index, group)
+
+
+def in_pieces(flat: Flat, room: _Room, step: Tensor, index: int, group: dict[str, Any]) -> None:
+    for place, start in enumerate(range(0, flat.weight.numel(), PIECE)):
+        weight, gradient, first, second = (tensor[start : start + PIECE] for tensor in flat)
+        m, v = room.first[: weight.numel()], room.second[: weight.numel()]
+        m.copy_(first)
+        v.copy_(second)
+        fused_update(weight, gradient, m, v, step, group)
+        first.copy_(m)
+        round_at_random(v, room.noise(v.numel(), (int(step), index, place)))
+        second.copy_(v)
+
+
+@cache
+def kernel() -> ctypes.CDLL | str:
+    return compiled.library(Path(__file__).with_name("adamw.cpp"), _right)
+
+
+def _right(library: ctypes.CDLL) -> bool:
+    """A weight of 1 and a first gradient of 2: both moments are exact, and the step is one rate."""
+    flat = Flat(torch.ones(40), torch.full((40,), 2.0), *torch.zeros(2, 40, dtype=torch.bfloat16))
+    group = {"lr": 0.25, "betas": (0.5, 0.75), "eps": 0.0, "weight_decay": 0.0}
+    in_one_pass(library, flat, torch.zeros(40 + _SHIFTS, dtype=torch.int32), (1, 1), group)
+    return bool((flat.weight == 0.75).all() and (flat.first == 1).all() and (flat.second == 1).all())
+
+
+def in_one_pass(library: ctypes.CDLL, flat: Flat, noise: Tensor, seed: tuple[int, int], group: dict[str, Any]) -> None:
+    """`seed` is the number of the step and that of the parameter."""
+    beta1, beta2 = group["betas"]
+    step, rate = seed[0], group["lr"]
+    assert all(tensor.is_contiguous() for tensor in (*flat, noise))
+    settings = (
+        1 - rate * group["weight_decay"],
+        beta1,
+        beta2,
+        rate / (1 - beta1**step),
+        1 / math.sqrt(1 - beta2**step),
+        group["eps"],
+    )
+    library.adamw(
+        *map(address, (*flat, noise)),
+        *map(ctypes.c_int64, (flat.weight.numel(), len(noise) - _SHIFTS, _SHIFTS, *seed)),
+        *map(ctypes.c_float, settings),
+        ctypes.c_int(torch.get_num_threads()),
+    )
 
 
 def fused_update(weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, step: Tensor, group: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from softmoe import compiled
 from softmoe.inference import kernel
 from softmoe.inference.dynamic import ByteDense, ByteLinear
 from softmoe.inference.packed import PackedLinear
@@ -52,11 +53,11 @@ def test_torch_equals_plain(shape, weights):
 @pytest.mark.parametrize("flag", ["-march=x86-64-v3", "-march=x86-64"])
 def test_older_processors(flag, tmp_path, monkeypatch):
     """The forms for processors with AVX2, and with neither, are right too (this machine can run both)."""
-    if "avx2" not in kernel._processor():
+    if "avx2" not in compiled.processor():
         pytest.skip("this processor has no AVX2")
     monkeypatch.setenv("SOFTMOE_CACHE", str(tmp_path))
-    library = ctypes.CDLL(str(kernel.build((flag,))))
-    assert kernel._right(library)
+    library = ctypes.CDLL(str(compiled.build(kernel.SOURCE, (flag,))))
+    assert kernel.right(library)
     layer, x = made((2, 7, 5, 100), "float16")
     layer.packed[0, 0, 0, :4] = torch.tensor([6e-8, -3e-6, 65504.0, -0.0]).half()  # subnormal and largest numbers
     torch.testing.assert_close(kernel.call(library, x, layer.packed, None, layer.bias), layer.one_by_one(x))
@@ -66,9 +67,9 @@ def test_older_processors(flag, tmp_path, monkeypatch):
 def test_built_once(tmp_path, monkeypatch):
     """One file, used again as it is; nothing half-written beside it."""
     monkeypatch.setenv("SOFTMOE_CACHE", str(tmp_path))
-    first = kernel.build()
+    first = compiled.build(kernel.SOURCE)
     before = first.stat().st_mtime_ns
-    assert kernel.build() == first
+    assert compiled.build(kernel.SOURCE) == first
     assert first.stat().st_mtime_ns == before
     assert list((tmp_path / "kernels").iterdir()) == [first]
 
@@ -89,7 +90,7 @@ def test_without_a_compiler(variables, message, tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     kernel._library.cache_clear()
     try:
-        if "CXX" in variables or "PATH" in variables or kernel.shutil.which("g++") or "SOFTMOE_KERNEL" in variables:
+        if "CXX" in variables or "PATH" in variables or compiled.shutil.which("g++") or "SOFTMOE_KERNEL" in variables:
             assert not kernel.available()
             with pytest.raises(AssertionError, match=message):
                 raise AssertionError(kernel.why_not())

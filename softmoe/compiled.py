@@ -1,0 +1,81 @@
+"""C++ of our own, built once with the machine's compiler and kept in the cache folder.
+
+No compiler, or one that fails, is no error: there is a sentence instead of a library, and whoever asked computes the
+same with torch, more slowly. `SOFTMOE_KERNEL=off` asks for that.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+
+from softmoe.machine import cache_folder
+
+_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-fno-math-errno", "-Wno-psabi")
+_NATIVE = ("-march=native",)
+
+
+class CannotBuild(Exception):
+    """Why there is no library here, in one sentence."""
+
+
+def library(source: Path, right: Callable[[ctypes.CDLL], bool]) -> ctypes.CDLL | str:
+    """The library, if it can be had and `right` finds its results to be so; else why not, in one sentence."""
+    if os.environ.get("SOFTMOE_KERNEL", "on").lower() in ("off", "0", "no"):
+        return "it was turned off by SOFTMOE_KERNEL"
+    try:
+        found = ctypes.CDLL(str(build(source)))
+    except (CannotBuild, OSError) as error:
+        return str(error)
+    return found if right(found) else f"the compiled {source.stem} gives wrong results on this machine"
+
+
+def build(source: Path, native: tuple[str, ...] = _NATIVE) -> Path:
+    """The shared library, compiled if it is not in the cache. Its name holds all that decides what is inside."""
+    compiler = next((c for c in (os.environ.get("CXX"), "g++", "clang++", "c++") if c and shutil.which(c)), None)
+    if compiler is None:
+        raise CannotBuild("no C++ compiler was found (g++ or clang++)")
+    said = "\0".join([source.read_text(), compiler, *_FLAGS, *native, platform.machine(), processor()])
+    key = hashlib.blake2b(said.encode(), digest_size=12).hexdigest()
+    target = cache_folder() / "kernels" / f"{source.stem}-{key}.so"
+    if target.exists():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle, partial = tempfile.mkstemp(dir=target.parent, prefix=f".{source.stem}-", suffix=".so")
+    except OSError as error:
+        raise CannotBuild(f"the compiled {source.stem} cannot be kept in {target.parent}: {error.strerror}") from error
+    os.close(handle)
+    try:
+        command = [compiler, *_FLAGS, *native, str(source), "-o", partial]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if "error" in line] or ["it said nothing"]
+            raise CannotBuild(f"{compiler} failed: {lines[0].strip()}")
+        os.replace(partial, target)  # several processes may build at once: each file is whole
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CannotBuild(f"{compiler} could not be run: {error}") from error
+    finally:
+        Path(partial).unlink(missing_ok=True)
+    return target
+
+
+def processor() -> str:
+    """What -march=native looks at; a cache folder may be shared by different machines."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor()
+    kept = ("flags", "Features", "model name", "CPU part")
+    return "\n".join(sorted({line for line in text.splitlines() if line.startswith(kept)}))
+
+
+def address(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
