@@ -77,9 +77,9 @@ def test_one_pass_is_as_in_pieces(monkeypatch: pytest.MonkeyPatch, piece: int) -
             one.data.copy_(other.data)
             for name in ("exp_avg", "exp_avg_sq"):
                 moment, right = compact.state[one][name], plain.state[other][name]
-                apart = (moment.view(torch.int16).int() - right.view(torch.int16)).abs()
-                assert apart.max() <= 1, name
-                assert (apart > 0).float().mean() < 1e-3, name
+                limit = 2**-7 * right.float().abs() + 1e-6 * torch.as_tensor(one.grad).abs()
+                assert ((moment.float() - right.float()).abs() <= limit).all(), name
+                assert (moment != right).float().mean() < 1e-3, name
                 moment.copy_(right)
 
 
