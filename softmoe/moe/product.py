@@ -3,7 +3,8 @@
 Letters: N experts, S rows per expert, I and O numbers in and out. A weight is (N, I, O), or (N, O, I) if transposed.
 
 Autograd's own rule would give the gradient of a transposed weight in the other layout and copy it; and it allocates
-each gradient anew, hundreds of megabytes whose pages the system must clear before they are written once.
+each gradient anew, hundreds of megabytes whose pages the system must clear before they are written once. With few rows
+an expert, in training on a CPU, the products are those of rows.cpp.
 """
 
 from typing import Any
@@ -11,9 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from softmoe.moe import rows
+
 
 class GradientPool:
     """Memory of weight gradients that are done with, for the next ones of the same shape.
+
+    Who has one trains in one process, on plain tensors: that is what the compiled products ask for too.
 
     Whoever uses up gradients during the backward pass gives them back; nobody may keep a reference to one.
     """
@@ -42,13 +47,18 @@ def batched_linear(
     return _BatchedLinear.apply(x_NSI, w, b_NO, transposed, pool)  # pyright: ignore[reportReturnType]
 
 
-def _plain(x_NSI: Tensor, w: Tensor, b_NO: Tensor, transposed: bool, pool: GradientPool | None = None) -> Tensor:
+def _plain(x_NSI: Tensor, w: Tensor, b_NO: Tensor, transposed: bool) -> Tensor:
     return torch.baddbmm(b_NO.unsqueeze(1), x_NSI, w.transpose(1, 2) if transposed else w)
 
 
 class _BatchedLinear(torch.autograd.Function):
     generate_vmap_rule = True
-    forward = staticmethod(_plain)
+
+    @staticmethod
+    def forward(x_NSI: Tensor, w: Tensor, b_NO: Tensor, transposed: bool, pool: GradientPool | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if pool is not None and rows.serve(x_NSI, w, b_NO):
+            return rows.along(x_NSI, w, b_NO) if transposed else rows.across(x_NSI, w, b_NO)
+        return _plain(x_NSI, w, b_NO, transposed)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -60,12 +70,19 @@ class _BatchedLinear(torch.autograd.Function):
     def backward(ctx: Any, dy_NSO: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x_NSI, w = ctx.saved_tensors
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
-        dx_NSI = torch.bmm(dy_NSO, w if ctx.transposed else w.transpose(1, 2)) if needs_x else None
-        dw = None
-        if needs_w:
-            left, right = (dy_NSO, x_NSI) if ctx.transposed else (x_NSI, dy_NSO)
-            pool = None if torch.is_grad_enabled() else ctx.pool  # a gradient that may itself be derived is not reused
-            dw = torch.bmm(left.transpose(1, 2), right, out=None if pool is None else pool.take(w.shape, w))
+        pool = None if torch.is_grad_enabled() else ctx.pool  # a gradient that may itself be derived is not reused
+        left, right = (dy_NSO, x_NSI) if ctx.transposed else (x_NSI, dy_NSO)
+        dx_NSI = dw = None
+        if pool is not None and rows.serve(x_NSI, w, dy_NSO):
+            if needs_x:
+                dx_NSI = rows.across(dy_NSO, w) if ctx.transposed else rows.along(dy_NSO, w)
+            if needs_w:
+                dw = rows.outer(left, right, pool.take(w.shape, w))
+        else:
+            if needs_x:
+                dx_NSI = torch.bmm(dy_NSO, w if ctx.transposed else w.transpose(1, 2))
+            if needs_w:
+                dw = torch.bmm(left.transpose(1, 2), right, out=None if pool is None else pool.take(w.shape, w))
         return dx_NSI, dw, dy_NSO.sum(1) if needs_b else None, None, None
 
     @staticmethod

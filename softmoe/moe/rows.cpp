@@ -1,0 +1,195 @@
+// Products of stacked matrices with few rows: one read of the weights, or one write of their gradients, is all that
+// they should cost.
+//
+// Letters: N matrices, S rows, w is (N, P, Q) with Q numbers side by side. All float32, Q a multiple of 16.
+//
+//   across   y (N, S, Q) = x (N, S, P) w + bias (N, Q)
+//   along    y (N, S, P) = x (N, S, Q) w^T + bias (N, P)
+//   outer    w (N, P, Q) = a^T b, a is (N, S, P), b is (N, S, Q), S at most 16
+//
+// A bias may be null. Up to eight rows share each number of w that is read; their 24 sums stay in registers.
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int LANES = 16, ROWS = 8, WIDE = 3;
+constexpr int64_t LINES = 32;  // of w, that are read together: they stay in the second cache
+constexpr int64_t SPAN = 512;  // numbers of a line that are written together: the rows' parts stay in the first cache
+
+typedef float Floats __attribute__((vector_size(64)));
+
+inline Floats load(const float* p) {
+    Floats values;
+    std::memcpy(&values, p, sizeof values);
+    return values;
+}
+
+inline void store(float* p, Floats values) { std::memcpy(p, &values, sizeof values); }
+
+// Past the caches: a gradient is next read when they have long forgotten it.
+inline void store_far(float* p, Floats values) {
+#if defined(__AVX512F__)
+    _mm512_stream_ps(p, (__m512)values);
+#else
+    store(p, values);
+#endif
+}
+
+inline void end_of_far_stores() {
+#if defined(__AVX512F__)
+    _mm_sfence();
+#endif
+}
+
+inline float sum(Floats values) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)values);
+#else
+    float parts[LANES];
+    std::memcpy(parts, &values, sizeof values);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) parts[i] += parts[i + width];
+    return parts[0];
+#endif
+}
+
+// R rows of y, V vectors wide, take `count` lines of w. The same place of the lines after them is fetched meanwhile.
+template <int R, int V>
+void across_tile(const float* x, const float* w, float* y, int64_t count, int64_t ahead, int64_t P, int64_t Q) {
+    Floats sums[R][V];
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) sums[r][v] = load(y + r * Q + v * LANES);
+    for (int64_t p = 0; p < count; p++) {
+        Floats line[V];
+        for (int v = 0; v < V; v++) {
+            line[v] = load(w + p * Q + v * LANES);
+            __builtin_prefetch(w + (p + ahead) * Q + v * LANES, 0, 2);
+        }
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < V; v++) sums[r][v] += line[v] * x[r * P + p];
+    }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) store(y + r * Q + v * LANES, sums[r][v]);
+}
+
+template <int R>
+void across_rows(const float* x, const float* w, float* y, int64_t count, int64_t ahead, int64_t P, int64_t Q) {
+    int64_t q = 0;
+    for (; q + WIDE * LANES <= Q; q += WIDE * LANES) across_tile<R, WIDE>(x, w + q, y + q, count, ahead, P, Q);
+    for (; q < Q; q += LANES) across_tile<R, 1>(x, w + q, y + q, count, ahead, P, Q);
+}
+
+// R rows of x against J lines of w.
+template <int R, int J>
+void along_tile(const float* x, const float* w, const float* bias, float* y, int64_t P, int64_t Q) {
+    Floats sums[R][J] = {};
+    for (int64_t q = 0; q < Q; q += LANES) {
+        Floats lines[J];
+        for (int j = 0; j < J; j++) lines[j] = load(w + j * Q + q);
+        for (int r = 0; r < R; r++) {
+            const Floats row = load(x + r * Q + q);
+            for (int j = 0; j < J; j++) sums[r][j] += row * lines[j];
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int j = 0; j < J; j++) y[r * P + j] = sum(sums[r][j]) + (bias ? bias[j] : 0.0f);
+}
+
+template <int R>
+void along_rows(const float* x, const float* w, const float* bias, float* y, int64_t count, int64_t P, int64_t Q) {
+    int64_t p = 0;
+    for (; p + WIDE <= count; p += WIDE) along_tile<R, WIDE>(x, w + p * Q, bias ? bias + p : nullptr, y + p, P, Q);
+    for (; p < count; p++) along_tile<R, 1>(x, w + p * Q, bias ? bias + p : nullptr, y + p, P, Q);
+}
+
+constexpr decltype(&across_rows<1>) ACROSS[] = {across_rows<1>, across_rows<2>, across_rows<3>, across_rows<4>,
+                                                across_rows<5>, across_rows<6>, across_rows<7>, across_rows<8>};
+constexpr decltype(&along_rows<1>) ALONG[] = {along_rows<1>, along_rows<2>, along_rows<3>, along_rows<4>,
+                                              along_rows<5>, along_rows<6>, along_rows<7>, along_rows<8>};
+
+// J lines of w from S rows.
+template <int S, int J>
+inline void outer_tile(const float* a, const float* b, float* w, int64_t P, int64_t Q, int64_t length) {
+    Floats factors[S][J];
+    for (int s = 0; s < S; s++)
+        for (int j = 0; j < J; j++) factors[s][j] = Floats{} + a[s * P + j];
+    for (int64_t q = 0; q < length; q += LANES) {
+        Floats lines[J] = {};
+        for (int s = 0; s < S; s++) {
+            const Floats row = load(b + s * Q + q);
+            for (int j = 0; j < J; j++) lines[j] += factors[s][j] * row;
+        }
+        for (int j = 0; j < J; j++) store_far(w + j * Q + q, lines[j]);
+    }
+}
+
+template <int S>
+void outer_of(const float* a, const float* b, float* w, int64_t P, int64_t Q, int64_t length) {
+    constexpr int J = S <= 4 ? 4 : S <= 8 ? 2 : 1;
+    int64_t p = 0;
+    for (; p + J <= P; p += J) outer_tile<S, J>(a + p, b, w + p * Q, P, Q, length);
+    for (; p < P; p++) outer_tile<S, 1>(a + p, b, w + p * Q, P, Q, length);
+}
+
+constexpr decltype(&outer_of<1>) OUTER[] = {
+    outer_of<1>, outer_of<2>,  outer_of<3>,  outer_of<4>,  outer_of<5>,  outer_of<6>,  outer_of<7>,  outer_of<8>,
+    outer_of<9>, outer_of<10>, outer_of<11>, outer_of<12>, outer_of<13>, outer_of<14>, outer_of<15>, outer_of<16>};
+
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+}  // namespace
+
+extern "C" void across(const float* x, const float* w, const float* bias, float* y, int64_t N, int64_t S, int64_t P,
+                       int64_t Q, int threads) {
+    const int64_t tiles = (S + ROWS - 1) / ROWS;
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (int64_t n = 0; n < N; n++) {
+        for (int64_t s = n * S; s < (n + 1) * S; s++) {
+            if (bias) std::memcpy(y + s * Q, bias + n * Q, Q * sizeof(float));
+            else std::memset(y + s * Q, 0, Q * sizeof(float));
+        }
+        for (int64_t p = 0; p < P; p += LINES) {
+            const int64_t count = least(LINES, P - p), ahead = p + 2 * LINES <= P ? LINES : 0;
+            for (int64_t t = 0; t < tiles; t++) {  // of rows, as even as can be
+                const int64_t top = n * S + t * S / tiles, bottom = n * S + (t + 1) * S / tiles;
+                ACROSS[bottom - top - 1](x + top * P + p, w + (n * P + p) * Q, y + top * Q, count, ahead, P, Q);
+            }
+        }
+    }
+}
+
+extern "C" void along(const float* x, const float* w, const float* bias, float* y, int64_t N, int64_t S, int64_t P,
+                      int64_t Q, int threads) {
+    const int64_t tiles = (S + ROWS - 1) / ROWS;
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (int64_t n = 0; n < N; n++) {
+        for (int64_t p = 0; p < P; p += LINES) {
+            const int64_t count = least(LINES, P - p);
+            for (int64_t t = 0; t < tiles; t++) {
+                const int64_t top = n * S + t * S / tiles, bottom = n * S + (t + 1) * S / tiles;
+                ALONG[bottom - top - 1](x + top * Q, w + (n * P + p) * Q, bias ? bias + n * P + p : nullptr,
+                                        y + top * P + p, count, P, Q);
+            }
+        }
+    }
+}
+
+extern "C" void outer(const float* a, const float* b, float* w, int64_t N, int64_t S, int64_t P, int64_t Q,
+                      int threads) {
+    const int64_t spans = (Q + SPAN - 1) / SPAN;
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for collapse(2) schedule(dynamic)
+        for (int64_t n = 0; n < N; n++) {
+            for (int64_t span = 0; span < spans; span++) {
+                const int64_t first = span * SPAN, length = least(SPAN, Q - first);
+                OUTER[S - 1](a + n * S * P, b + n * S * Q + first, w + n * P * Q + first, P, Q, length);
+            }
+        }
+        end_of_far_stores();
+    }
+}

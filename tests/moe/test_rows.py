@@ -1,0 +1,110 @@
+"""The compiled products for few rows, against plain float64."""
+
+import ctypes
+import platform
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from softmoe import compiled
+from softmoe.moe import Experts, rows
+from softmoe.moe.product import GradientPool, batched_linear
+from softmoe.train.in_backward import Released
+
+needs_compiler = pytest.mark.skipif(isinstance(rows._library(), str), reason=f"not compiled: {rows._library()}")
+
+
+def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The compiled products that are called from now on."""
+    calls: list[str] = []
+    for name in ("across", "along", "outer"):
+        function = getattr(rows, name)
+        monkeypatch.setattr(rows, name, lambda *args, f=function, n=name: (calls.append(n), f(*args))[1])
+    return calls
+
+
+def output_and_gradients(
+    x: Tensor, w: Tensor, b: Tensor, upstream: Tensor, transposed: bool, pool: GradientPool | None
+) -> list[Tensor]:
+    inputs = [tensor.clone().requires_grad_() for tensor in (x, w, b)]
+    y = batched_linear(*inputs, transposed=transposed, pool=pool)
+    return [y.detach(), *torch.autograd.grad(y, inputs, upstream)]
+
+
+@needs_compiler
+@given(
+    N=st.integers(1, 3),
+    S=st.integers(1, 16),
+    P=st.integers(1, 70),
+    vectors=st.integers(1, 35),
+    transposed=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_output_and_gradients(N: int, S: int, P: int, vectors: int, transposed: bool, seed: int) -> None:
+    """Every number of rows, lines and vectors, so every tile and every rest of one; all three products are taken."""
+    torch.manual_seed(seed)
+    Q = 16 * vectors
+    x = torch.randn(N, S, Q if transposed else P)
+    w, b = torch.randn(N, P, Q), torch.randn(N, P if transposed else Q)
+    upstream = torch.randn(N, S, P if transposed else Q)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "LARGE", 0)
+        calls = used(patch)
+        found = output_and_gradients(x, w, b, upstream, transposed, GradientPool())
+    assert sorted(calls) == ["across", "along", "outer"]
+    exact = output_and_gradients(*(t.double() for t in (x, w, b, upstream)), transposed, None)
+    for one, other in zip(found, exact, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5 * max(P, Q, 16) ** 0.5)
+
+
+@needs_compiler
+def test_a_layer_trains_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts of a training run: output and all gradients as by the usual products, from rows that lie apart."""
+    torch.manual_seed(0)
+    experts = Experts(24, 64, 6)
+    x = torch.randn(8, 6, 24).transpose(0, 1)
+
+    def gradients() -> list[Tensor]:
+        experts.zero_grad()
+        y = experts(x)
+        y.square().sum().backward()
+        return [y.detach(), *(torch.as_tensor(p.grad).clone() for p in experts.parameters())]
+
+    plain = gradients()
+    monkeypatch.setattr(rows, "LARGE", 0)
+    calls = used(monkeypatch)
+    assert [t.shape for t in gradients()] == [t.shape for t in plain]
+    assert calls == []  # nobody trains it yet
+    Released(torch.optim.SGD(experts.parameters()), experts)
+    for one, other in zip(gradients(), plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
+    assert len(calls) == 5  # the rows themselves need no gradient
+
+
+@needs_compiler
+def test_what_they_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small weights, many rows, other types, lines of another length, tensors without numbers: the usual products."""
+    w = torch.zeros(2, 3, 32)
+    assert not rows.serve(torch.zeros(2, 4, 3), w)
+    monkeypatch.setattr(rows, "LARGE", 0)
+    assert rows.serve(torch.zeros(2, 4, 3), w)
+    assert not rows.serve(torch.zeros(2, 17, 3), w)
+    assert not rows.serve(torch.zeros(2, 4, 3).double(), w.double())
+    assert not rows.serve(torch.zeros(2, 4, 3), torch.zeros(2, 3, 33))
+    assert not rows.serve(torch.zeros(2, 4, 3), torch.zeros(2, 32, 3).transpose(1, 2))
+    assert not rows.serve(torch.zeros(2, 4, 3, device="meta"), w.to("meta"))
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86")
+@pytest.mark.parametrize("flag", ["-march=x86-64-v3", "-march=x86-64"])
+def test_older_processors(flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forms for processors with AVX2, and with neither, are right too (this machine can run both)."""
+    if "avx2" not in compiled.processor():
+        pytest.skip("this processor has no AVX2")
+    monkeypatch.setenv("SOFTMOE_CACHE", str(tmp_path))
+    assert rows._right(ctypes.CDLL(str(compiled.build(Path(rows.__file__).with_name("rows.cpp"), (flag,)))))
