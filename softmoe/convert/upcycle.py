@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from softmoe.convert.upcycle_distance import Distance, distance, evaluating
+from softmoe.convert.upcycle_distance import Distance, distance
 from softmoe.convert.upcycle_routers import WAYS, can_start_near, refine, start_near
 from softmoe.models import MoEConfig, VisionTransformer
+from softmoe.models.modes import evaluating
 from softmoe.models.transformer import MLP, Block
 from softmoe.moe import Experts, MoE
 

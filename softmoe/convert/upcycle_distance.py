@@ -3,14 +3,13 @@
 Letters: B images, M tokens, D width.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from softmoe.models import VisionTransformer
+from softmoe.models.modes import evaluating
 
 SPARSE = ("tokens_choice", "experts_choice")
 NEARLY_THE_MEAN = 0.3  # layers of slots that tell tokens apart are nearer than this
@@ -81,19 +80,6 @@ def distance(dense: VisionTransformer, other: VisionTransformer, images: Tensor,
         images=len(images),
         real=real,
     )
-
-
-@contextmanager
-def evaluating(*models: nn.Module) -> Iterator[None]:
-    """Without dropout and noise; afterwards each model is in the mode it was in."""
-    modes = [model.training for model in models]
-    for model in models:
-        model.eval()
-    try:
-        yield
-    finally:
-        for model, mode in zip(models, modes, strict=True):
-            model.train(mode)
 
 
 def keep(seen: dict[int, tuple[Tensor, Tensor]], index: int):

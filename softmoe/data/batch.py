@@ -55,7 +55,8 @@ class Batch:
 
 
 def _unpacked(*parts: Any) -> Batch:
-    return Batch(*(torch.from_numpy(part) if isinstance(part, np.ndarray) else part for part in parts))
+    whole: list[Any] = [torch.from_numpy(part) if isinstance(part, np.ndarray) else part for part in parts]
+    return Batch(*whole)
 
 
 class TooManyBroken(ValueError):

@@ -6,8 +6,7 @@ Everything is a sum over images: batches may be of any sizes, and the sums of se
 labels per image (ReaL, JFT) a prediction is right if it is one of them; images without a label are left out.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from softmoe.data import Batch
+from softmoe.models.modes import evaluating
 
 Loss = Literal["softmax", "sigmoid"]
 BINS = 15
@@ -162,7 +162,7 @@ def count(
     """Run the model over the batches and keep all sums."""
     device = next(model.parameters()).device
     totals = Totals(outputs_of(model), loss)
-    with evaluating(model):
+    with evaluating(model), torch.inference_mode():
         for batch in batches:
             if len(batch):
                 totals.add(model(batch.images.to(device)), batch.labels)
@@ -196,15 +196,3 @@ def one_hot(labels: Tensor, classes: int) -> Tensor:
         wrong = int(labels.min()) if labels.min() < 0 else int(labels.max())
         raise ValueError(f"the data has the label {wrong}, but the model has the classes 0 to {classes - 1}")
     return F.one_hot(labels.long(), classes).float()
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """No gradients, no dropout, no routing noise; afterwards the model is in the mode it was in."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.inference_mode():
-            yield
-    finally:
-        model.train(training)

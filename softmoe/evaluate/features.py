@@ -20,8 +20,8 @@ import torch
 
 from softmoe.data import Batch, Source, Transform, evaluation_batches
 from softmoe.data.files import cache_folder
-from softmoe.evaluate.classify import evaluating
 from softmoe.models import VisionTransformer
+from softmoe.models.modes import evaluating
 
 _VERSION = 1
 Progress = Callable[[int, int], None]
@@ -108,7 +108,7 @@ def _compute(
     device = next(model.parameters()).device
     vectors: np.memmap | None = None
     labels, indices, done = [], [], 0
-    with evaluating(model):
+    with evaluating(model), torch.inference_mode():
         for batch in evaluation_batches(source, transform, batch_size, workers=workers):
             if len(batch):
                 found = batch_features(model, batch, device)

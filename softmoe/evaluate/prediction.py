@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from softmoe.data import evaluation_batches
-from softmoe.evaluate.classify import evaluating
 from softmoe.evaluate.inputs import FileSource, Loaded
+from softmoe.models.modes import evaluating
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def predict_files(
     device = next(model.parameters()).device
     for batch in evaluation_batches(source, loaded.transform, batch_size, workers=workers):
         if len(batch):
-            with evaluating(model):
+            with evaluating(model), torch.inference_mode():
                 vectors_BD = model.forward_head(model.forward_features(batch.images.to(device)), pre_logits=True)
                 shares_BC = model.head(vectors_BD).float().softmax(1).cpu() if names else None
             vectors = vectors_BD.float().cpu().numpy()

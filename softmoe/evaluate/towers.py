@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from softmoe.data import Source, Tokenizer, Transform
-from softmoe.evaluate.classify import evaluating
 from softmoe.evaluate.features import Features, extract
 from softmoe.evaluate.inputs import choose_device, evaluation_transform, preprocessing_at
 from softmoe.models import TwoTower
+from softmoe.models.modes import evaluating
 from softmoe.models.pretrained import Preprocessing, SavedModel, load_two_tower, open_saved
 
 _CHUNK = 4096  # features projected at a time
@@ -42,7 +42,7 @@ class Towers:
     def embed_texts(self, texts: Sequence[str], batch_size: int = 256) -> Tensor:
         """(t, E) float32, each row of length 1."""
         rows = []
-        with evaluating(self.model):
+        with evaluating(self.model), torch.inference_mode():
             for start in range(0, len(texts), batch_size):
                 tokens = self.tokenizer.encode(texts[start : start + batch_size], self.model.config.text.length)
                 rows.append(self.model.embed_texts(tokens.to(self.device)).float().cpu())
@@ -59,7 +59,7 @@ class Towers:
     def project(self, vectors_nD: np.ndarray) -> Tensor:
         """Features of the image tower -> (n, E) in the common space."""
         rows = []
-        with evaluating(self.model):
+        with evaluating(self.model), torch.inference_mode():
             for start in range(0, len(vectors_nD), _CHUNK):
                 part = torch.from_numpy(np.array(vectors_nD[start : start + _CHUNK]))
                 rows.append(self.model.embed_images(part.to(self.device)).float().cpu())

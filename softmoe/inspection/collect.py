@@ -1,7 +1,6 @@
 """A model and images -> what inspection knows of it: statistics of every layer, and a few images in full."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +11,7 @@ from softmoe.inspection.correlation import correlation_summary
 from softmoe.inspection.record import moe_layers, record
 from softmoe.inspection.samples import Sample
 from softmoe.inspection.statistics import LayerStatistics, layer_statistics
+from softmoe.models.modes import evaluating
 from softmoe.moe import Router
 
 
@@ -42,7 +42,7 @@ def layer_results(model: nn.Module, batches: Iterable[Tensor]) -> tuple[int, dic
     device = next(model.parameters()).device
     statistics: dict[str, LayerStatistics] = {}
     images = 0
-    with looking(model), record(model) as recording:
+    with evaluating(model), torch.inference_mode(), record(model) as recording:
         for batch in batches:
             if not len(batch):
                 continue
@@ -61,15 +61,3 @@ def layer_results(model: nn.Module, batches: Iterable[Tensor]) -> tuple[int, dic
             facts = {"router": type(router).__name__, "correlation": correlation_summary(router)}
             results[name] = facts | statistics[name].result()
     return images, results
-
-
-@contextmanager
-def looking(model: nn.Module) -> Iterator[None]:
-    """No gradients, no dropout, no routing noise; afterwards the model is in the mode it was in."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.inference_mode():
-            yield
-    finally:
-        model.train(training)

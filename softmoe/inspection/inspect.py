@@ -12,11 +12,12 @@ from torch import Tensor
 from softmoe import __version__
 from softmoe.data import BrokenImage, Example, Source, Transform, evaluation_batches, to_tensor
 from softmoe.inspection import plots
-from softmoe.inspection.collect import Inspection, layer_results, looking
+from softmoe.inspection.collect import Inspection, layer_results
 from softmoe.inspection.page import write_page
 from softmoe.inspection.record import moe_layers
 from softmoe.inspection.samples import Sample, evenly, take_weights
 from softmoe.models import VisionTransformer
+from softmoe.models.modes import evaluating
 
 
 def inspect_source(
@@ -65,7 +66,7 @@ def take_samples(
             example.image, transform.plan(example.image.shape[0], example.image.shape[1], rng), rng
         )
         image = to_tensor(pixels)[None]
-        with looking(model):
+        with evaluating(model), torch.inference_mode():
             weights = take_weights(model, image)[0]
             said = prediction(model, image, classes)
         grid = (pixels.shape[0] // patch, pixels.shape[1] // patch)

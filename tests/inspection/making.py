@@ -4,10 +4,11 @@ import numpy as np
 import torch
 
 from softmoe.data import to_tensor
-from softmoe.inspection.collect import Inspection, layer_results, looking
+from softmoe.inspection.collect import Inspection, layer_results
 from softmoe.inspection.record import moe_layers
 from softmoe.inspection.samples import Sample, take_weights
 from softmoe.models import VisionTransformer, create_model
+from softmoe.models.modes import evaluating
 
 HOSTILE = '</script><script>window.hacked=1</script><img src=x onerror="window.hacked=2">\'&amp;'
 
@@ -30,7 +31,7 @@ def inspection(model: VisionTransformer, name: str, count: int = 3, caption: str
     raw = pixels(count)
     images = to_tensor(raw)
     total, layers = layer_results(model, images.split(2))
-    with looking(model):
+    with evaluating(model), torch.inference_mode():
         weights = take_weights(model, images)
     samples = [
         Sample(picture, f"{caption} {i}", (4, 4), w, f"taken for {caption}")
