@@ -16,7 +16,8 @@ from functools import cached_property
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+
+from softmoe.moe.moves import Moves, moves_of, to_slots, to_tokens
 
 
 class Routing(ABC):
@@ -91,30 +92,15 @@ class SparseRouting(Routing):
 
     def dispatch(self, x_BMD: Tensor) -> Tensor:
         N, S = self.token_of_slot_NS.shape
-        x_TD = x_BMD.flatten(0, 1)
-        rows_TD = torch.cat([x_TD, x_TD.new_zeros(1, x_TD.shape[1])])  # the last row fills empty slots
-        return rows_TD.index_select(0, self.token_of_slot_NS.flatten()).unflatten(0, (N, S))
+        return to_slots(x_BMD.flatten(0, 1), self._moves).unflatten(0, (N, S))
 
     def combine(self, slots_NSD: Tensor) -> Tensor:
-        B, M = self.shape
-        if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
-            return self._sum_rows(slots_NSD).unflatten(0, (B, M))
-        weighted_RD = (slots_NSD * self.gate_NS.unsqueeze(-1).to(slots_NSD.dtype)).flatten(0, 1)
-        y_TD = weighted_RD.new_zeros(B * M + 1, weighted_RD.shape[1])
-        y_TD = y_TD.index_add(0, self.token_of_slot_NS.flatten(), weighted_RD)
-        return y_TD[:-1].unflatten(0, (B, M))
+        gate_R = self.gate_NS.flatten().to(slots_NSD.dtype)
+        return to_tokens(slots_NSD.flatten(0, 1), gate_R, self._moves).unflatten(0, self.shape)
 
-    def _sum_rows(self, slots_NSD: Tensor) -> Tensor:
-        """(T, D): each token's weighted sum of slots, without the weighted copy of all slots that a gradient needs."""
-        T = self.mask_T.numel()
-        token_R = self.token_of_slot_NS.flatten()
-        order_R = token_R.argsort(stable=True)
-        count_T = token_R.new_zeros(T + 1).index_add(0, token_R, torch.ones_like(token_R))  # empty slots come last
-        first_T = count_T.cumsum(0) - count_T
-        gate_R = self.gate_NS.flatten().to(slots_NSD.dtype)[order_R]
-        rows_RD = slots_NSD.flatten(0, 1)
-        sums_TD = F.embedding_bag(order_R, rows_RD, first_T, mode="sum", per_sample_weights=gate_R)
-        return sums_TD[:-1]
+    @cached_property
+    def _moves(self) -> Moves:
+        return moves_of(self.token_of_slot_NS.flatten(), self.mask_T.numel())
 
     @property
     def auxiliary_loss(self) -> Tensor:
