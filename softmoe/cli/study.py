@@ -14,13 +14,15 @@ class Arguments:
     names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
     """Which, one or several; `softmoe study` lists them. They share the runs they have in common."""
     scale: Literal["tiny", "small", "paper"] = "small"
-    """tiny: seconds, on generated images; small: 15 seconds a run on one core; paper: as the paper did it."""
+    """tiny: seconds, on generated images; small: 45 seconds a run on one core; paper: as the paper did it."""
     data: str | None = None
     """Training data: a folder with train/CLASS/* and val/CLASS/*, or a source as in training."""
     transfer: str | None = None
     """Data of other classes: adds the accuracy of 10 images a class on each model's features."""
     seeds: int | None = None
     """Runs of each cell; 3 at scale small, else 1. One seed gives no interval."""
+    steps: int | None = None
+    """Of each run, instead of the scale's."""
     out: Path = Path("studies")
     """Runs, tables, figures and verdicts go here. What is done already is not done again."""
     jobs: int = 1
@@ -47,7 +49,7 @@ def main(argv: list[str]) -> int:
 
     check(a)
     transfer = source(a.transfer)
-    lab, store = make_lab(a.scale, source(a.data), a.seeds, transfer), Store(a.out, transfer)
+    lab, store = make_lab(a.scale, source(a.data), a.seeds, transfer, a.steps), Store(a.out, transfer)
     failed = False
     for study in studies:
         if a.dry_run:
@@ -65,7 +67,7 @@ def main(argv: list[str]) -> int:
 
 
 def check(a: Arguments) -> None:
-    for name, value in (("--seeds", a.seeds), ("--jobs", a.jobs)):
+    for name, value in (("--seeds", a.seeds), ("--jobs", a.jobs), ("--steps", a.steps)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
 

@@ -92,18 +92,36 @@ def wide(width: int) -> dict[str, Any]:
     return {"width": width, "mlp_dim": 4 * width}
 
 
-def make_lab(scale: ScaleName, data: str | None = None, seeds: int | None = None, transfer: str | None = None) -> Lab:
+def make_lab(
+    scale: ScaleName,
+    data: str | None = None,
+    seeds: int | None = None,
+    transfer: str | None = None,
+    steps: int | None = None,
+) -> Lab:
     """`data` is a source as in training; each scale has a default (`paper`'s is a stand-in to count FLOPs with)."""
     base = {"tiny": tiny_base, "small": small_base, "paper": paper_base}[scale]()
     if data is not None:
         base = replace(base, data=replace(base.data, train=data))
+    if steps is not None:
+        base = with_steps(base, steps)
     soft = {} if scale == "paper" else {"scale_init": 6.0}
     return Lab(scale, base, seeds or {"tiny": 1, "small": 3, "paper": 1}[scale], soft, transfer)
 
 
+def with_steps(config: TrainConfig, steps: int) -> TrainConfig:
+    """A tenth of them to warm up, two checkpoints, twelve lines in the log."""
+    return replace(
+        config,
+        steps=steps,
+        schedule=replace(config.schedule, warmup=steps // 10),
+        checkpoint=replace(config.checkpoint, every=max(1, steps // 2)),
+        log=replace(config.log, every=max(1, steps // 12)),
+    )
+
+
 def small_base() -> TrainConfig:
-    return TrainConfig(
-        steps=900,
+    config = TrainConfig(
         model=ModelSection(name="vit_ti16", width=32, depth=4, heads=4, mlp_dim=128),
         data=DataSection(
             train="shapes?size=64",
@@ -112,13 +130,14 @@ def small_base() -> TrainConfig:
             transform=TransformConfig(image_size=64, crop="pad_crop", flip=True),
         ),
         optim=OptimSection(head_decay=0.05, kernel_decay=0.05, scale_decay=0.0, clip_norm=1.0),
-        schedule=ScheduleSection(kind="cosine", peak=6e-3, warmup=90),
+        schedule=ScheduleSection(kind="cosine", peak=6e-3),
         objective=ObjectiveSection(label_smoothing=0.1),
         evaluation=EvaluationSection(every=None),
-        checkpoint=CheckpointSection(every=450, keep_last=1, keep_best=False),
-        log=LogSection(every=75, quiet=True),
+        checkpoint=CheckpointSection(keep_last=1, keep_best=False),
+        log=LogSection(quiet=True),
         threads=1,
     )
+    return with_steps(config, 900)
 
 
 def tiny_base() -> TrainConfig:

@@ -60,6 +60,13 @@ def test_equal_models_are_one_run() -> None:
     assert key("soft", num_experts=128) != key("soft")
 
 
+def test_the_number_of_steps_may_be_chosen() -> None:
+    """Warm-up, checkpoints and log go with it; the scale's own number changes nothing."""
+    assert make_lab("small", steps=900).base == make_lab("small").base
+    base = make_lab("small", steps=5).base
+    assert (base.steps, base.schedule.warmup, base.checkpoint.every, base.log.every) == (5, 0, 2, 1)
+
+
 def test_studies_share_runs() -> None:
     """At scale small the studies that are run together have far fewer runs than cells."""
     lab = make_lab("small")
