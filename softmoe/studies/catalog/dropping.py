@@ -70,7 +70,6 @@ def figure(table: Table, lab: Lab) -> Any:
                     axis, found, "experts", number, color=color, alpha=1.0 if pair == PAIRS[0] else shade, label=series
                 )
             if number == "drop_rate":
-                axis.set_ylim(bottom=0)
                 remember(axis)
             powers(axis, table.distinct("experts"))
             finish(axis, "experts", "share of tokens dropped" if number == "drop_rate" else label(number))
@@ -83,3 +82,4 @@ def remember(axis: Any) -> None:
     for share, words in ((0.15, "paper, 16-32 experts"), (0.25, "TC, hundreds"), (0.45, "EC, hundreds")):
         axis.axhline(share, color="#bbbbbb", lw=1, ls=":")
         axis.annotate(words, (1, share), xycoords=("axes fraction", "data"), ha="right", size=7, color="#888888")
+    axis.set_ylim(0, max(0.5, axis.get_ylim()[1]))

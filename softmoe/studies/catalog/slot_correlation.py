@@ -75,6 +75,7 @@ def figure(table: Table, lab: Lab) -> Any:
             name = f"{row.labels['experts']} experts x {row.labels['slots']}"
             axis.set_title(f"{name}, MoE layer {index + 1}", fontsize=10)
             axis.set(xlabel="slots, by expert")
+            axis.locator_params(integer=True)
     drawing.colorbar(picture, ax=axes, shrink=0.6, label="inner product of slot parameters")
     said(drawing, "slots of one expert are extremely aligned,\nothers show no clear relation (Appendix J)")
     return drawing
