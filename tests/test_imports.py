@@ -16,8 +16,7 @@ UPPER = MIDDLE | {"budget", "parallel", "inference", "convert", "data"}
 TOP = UPPER | {"train", "evaluate", "inspection"}
 ALL = TOP | {"studies", "recipes", "bench", "report", "cli"}
 MAY_IMPORT: dict[str, set[str]] = {
-    "moe": set(),
-    "data": set(),
+    **{name: set[str]() for name in ("moe", "data", "compiled", "deaf")},
     "models": {"moe"},
     **dict.fromkeys(("budget", "parallel", "inference", "convert"), MIDDLE),
     **dict.fromkeys(("train", "evaluate", "inspection"), UPPER),

@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from softmoe import compiled
-from softmoe.compiled import address
+from softmoe.compiled import address, library_of
 
 PANEL = 64  # outputs that lie side by side in the packed weights, as in product.cpp
 SOURCE = Path(__file__).with_name("product.cpp")
@@ -35,7 +34,7 @@ def why_not() -> str | None:
 
 @cache
 def _library() -> ctypes.CDLL | str:
-    return compiled.library(SOURCE, right)
+    return library_of(SOURCE, right)
 
 
 def right(library: ctypes.CDLL) -> bool:

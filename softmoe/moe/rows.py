@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from softmoe import compiled
-from softmoe.compiled import address
+from softmoe.compiled import address, library_of
 
 MOST = 16
 """Rows; with more, the usual products have enough to do while they read."""
@@ -80,7 +79,7 @@ def _loaded() -> ctypes.CDLL:
 
 @cache
 def _library() -> ctypes.CDLL | str:
-    return compiled.library(Path(__file__).with_name("rows.cpp"), _right)
+    return library_of(Path(__file__).with_name("rows.cpp"), _right)
 
 
 def _right(library: ctypes.CDLL) -> bool:

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from softmoe import compiled
-from softmoe.compiled import address
+from softmoe.compiled import address, library_of
 from softmoe.parallel import local
 
 PIECE = 1 << 20  # numbers updated at a time
@@ -95,7 +94,7 @@ def in_pieces(flat: Flat, room: _Room, step: Tensor, index: int, group: dict[str
 
 @cache
 def kernel() -> ctypes.CDLL | str:
-    return compiled.library(Path(__file__).with_name("adamw.cpp"), _right)
+    return library_of(Path(__file__).with_name("adamw.cpp"), _right)
 
 
 def _right(library: ctypes.CDLL) -> bool:

@@ -81,13 +81,13 @@ def test_a_peer_stands_where_the_experts_stood() -> None:
 
 @pytest.mark.parametrize("name", peer_models.OURS)
 def test_our_ways_to_train_move_the_weights_alike(name: str) -> None:
-    """In the backward pass or after it, in float32 or bfloat16: the first update is the same."""
+    """In the backward pass or after it, in float32 or bfloat16: the first update is the same, to rounding."""
     models = [peer_models.build(SMALL, each) for each in ("softmoe", name)]
     x = torch.randn(2, 3, 8, 8)
     for model, each in zip(models, ("softmoe", name), strict=True):
         peer_models.train_step(model, x, peer_models.OURS[each])()
     for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(one, other)
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-9)
 
 
 def test_a_contender_has_its_own_process() -> None:
