@@ -129,9 +129,10 @@ class Transform:
         places = (draws[:, :2] * (2 * pad + 1)).astype(np.int64).tolist()
         mirrored = (self.config.flip & (draws[:, 2] < 0.5)).tolist()
         cut = np.empty(images.shape, dtype=np.uint8)
+        pixels = _pixels_of(cut)
         for k, (top, left) in enumerate(places):
             part = padded[k, top : top + height, left : left + width]
-            _pixels_of(cut)[k] = part[:, ::-1] if mirrored[k] else part
+            pixels[k] = part[:, ::-1] if mirrored[k] else part
         return cut
 
     def _resized(self, image: np.ndarray, plan: Plan) -> np.ndarray:

@@ -52,8 +52,7 @@ class PackedLinear(nn.Module):
         self.register_buffer("bias", bias.detach().float().clone())
 
     def forward(self, x_NSK: Tensor) -> Tensor:
-        if x_NSK.requires_grad and torch.is_grad_enabled():
-            raise ValueError("a prepared model gives no gradients: use the original one, or torch.no_grad()")
+        refuse_gradients(x_NSK)
         x_NSK = x_NSK.float()
         if x_NSK.device.type == "cpu" and kernel.available():
             return kernel.packed_product(x_NSK, self.packed, self.scale, self.bias)
@@ -98,3 +97,8 @@ def round_to(w_KC: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     # a scale may round to zero if all weights are next to nothing; such weights are nothing
     scale_C = torch.where(scale_C > 0, scale_C, 1.0)
     return (w_KC / scale_C).round().clamp(-127, 127).to(torch.int8), scale_C
+
+
+def refuse_gradients(x: Tensor) -> None:
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError("a prepared model gives no gradients: use the original one, or torch.no_grad()")

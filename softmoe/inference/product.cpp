@@ -110,23 +110,33 @@ void rows(int count, const float* x, const W* panel, int64_t K, const float* sca
     }
 }
 
-template <class W>
-void product(const float* x, const W* w, const float* scale, const float* bias, float* y, int64_t N, int64_t S,
-             int64_t K, int64_t C, int threads) {
-    const int64_t panels = (C + PANEL - 1) / PANEL, tiles = (S + ROWS - 1) / ROWS;
+// What there is to do of (N, S, C): a panel of 64 outputs of a matrix by up to `most` of its rows, tiles of rows as even as
+// can be. work(matrix, panel, first of all N * S rows, rows, outputs of the panel that are real).
+template <class Work>
+void over_panels(int64_t N, int64_t S, int64_t C, int64_t most, int threads, Work work) {
+    const int64_t panels = (C + PANEL - 1) / PANEL, tiles = (S + most - 1) / most;
     const int64_t chunk = N * panels < 32 * threads ? 1 : 2;
 #pragma omp parallel for collapse(2) schedule(dynamic, chunk) num_threads(threads)
     for (int64_t n = 0; n < N; n++) {
         for (int64_t p = 0; p < panels; p++) {
-            const int64_t first = p * PANEL, start = n * C + first;
-            const int width = (int)(C - first < PANEL ? C - first : PANEL);
-            for (int64_t t = 0; t < tiles; t++) {  // tiles of rows as even as can be
+            const int width = (int)(C - p * PANEL < PANEL ? C - p * PANEL : PANEL);
+            for (int64_t t = 0; t < tiles; t++) {
                 const int64_t top = t * S / tiles, bottom = (t + 1) * S / tiles;
-                rows((int)(bottom - top), x + (n * S + top) * K, w + (n * panels + p) * K * PANEL, K,
-                     scale ? scale + start : nullptr, bias + start, y + (n * S + top) * C + first, C, width);
+                work(n, p, n * S + top, (int)(bottom - top), width);
             }
         }
     }
+}
+
+template <class W>
+void product(const float* x, const W* w, const float* scale, const float* bias, float* y, int64_t N, int64_t S,
+             int64_t K, int64_t C, int threads) {
+    const int64_t panels = (C + PANEL - 1) / PANEL;
+    over_panels(N, S, C, ROWS, threads, [=](int64_t n, int64_t p, int64_t row, int count, int width) {
+        const int64_t first = p * PANEL, start = n * C + first;
+        rows(count, x + row * K, w + (n * panels + p) * K * PANEL, K, scale ? scale + start : nullptr, bias + start,
+             y + row * C + first, C, width);
+    });
 }
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
@@ -205,20 +215,12 @@ extern "C" int product_bytes(const float* x, const int8_t* w, const float* scale
     Steps* steps = (Steps*)room;
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t row = 0; row < N * S; row++) steps[row] = to_bytes(x + row * K, K, bytes + row * K);
-    const int64_t panels = (C + PANEL - 1) / PANEL, tiles = (S + BYTE_ROWS - 1) / BYTE_ROWS;
-    const int64_t chunk = N * panels < 32 * threads ? 1 : 2;
-#pragma omp parallel for collapse(2) schedule(dynamic, chunk) num_threads(threads)
-    for (int64_t n = 0; n < N; n++) {
-        for (int64_t p = 0; p < panels; p++) {
-            const int64_t first = p * PANEL, start = n * C + first;
-            const int width = (int)(C - first < PANEL ? C - first : PANEL);
-            for (int64_t t = 0; t < tiles; t++) {
-                const int64_t top = n * S + t * S / tiles, bottom = n * S + (t + 1) * S / tiles;
-                byte_rows((int)(bottom - top), bytes + top * K, steps + top, w + (n * panels + p) * K * PANEL, K,
-                          scale + start, sums_of_weights + start, bias + start, y + top * C + first, C, width);
-            }
-        }
-    }
+    const int64_t panels = (C + PANEL - 1) / PANEL;
+    over_panels(N, S, C, BYTE_ROWS, threads, [=](int64_t n, int64_t p, int64_t row, int count, int width) {
+        const int64_t first = p * PANEL, start = n * C + first;
+        byte_rows(count, bytes + row * K, steps + row, w + (n * panels + p) * K * PANEL, K, scale + start,
+                  sums_of_weights + start, bias + start, y + row * C + first, C, width);
+    });
     return 1;
 #else
     (void)x, (void)w, (void)scale, (void)sums_of_weights, (void)bias, (void)y, (void)bytes, (void)room;
