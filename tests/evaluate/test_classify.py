@@ -165,12 +165,13 @@ def test_broken_models_and_empty_data():
 
 
 def test_evaluation_mode_and_back():
-    """No dropout inside; the mode of before outside, also after an error."""
+    """No gradient, no dropout inside; the mode of before outside, also after an error."""
     model = create_model("vit_ti16", image_size=32, depth=1, num_classes=3, dropout=0.5).train()
     images = torch.randn(4, 3, 32, 32)
-    with evaluating(model):
+    with evaluating(model), torch.inference_mode():
         first, second = model(images), model(images)
     assert model.training
+    assert not first.requires_grad
     assert torch.equal(first, second)
     with pytest.raises(RuntimeError), evaluating(model):
         raise RuntimeError
