@@ -26,12 +26,12 @@ class CannotBuild(Exception):
     """Why there is no library here, in one sentence."""
 
 
-def library_of(source: Path, right: Callable[[ctypes.CDLL], bool]) -> ctypes.CDLL | str:
+def library_of(source: Path, right: Callable[[ctypes.CDLL], bool], flags: tuple[str, ...] = ()) -> ctypes.CDLL | str:
     """The library, if it can be had and `right` finds its results to be so; else why not, in one sentence."""
     if os.environ.get("SOFTMOE_KERNEL", "on").lower() in ("off", "0", "no"):
         return "it was turned off by SOFTMOE_KERNEL"
     try:
-        found = ctypes.CDLL(str(build(source)))
+        found = ctypes.CDLL(str(build(source, (*_NATIVE, *flags))))
     except (CannotBuild, OSError) as error:
         return str(error)
     return found if right(found) else f"the compiled {source.stem} gives wrong results on this machine"

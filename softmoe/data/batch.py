@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.random.bit_generator import ISeedSequence
 
 from softmoe.data.decode import BrokenImage
 from softmoe.data.hashing import GOLDEN, mix64
@@ -33,7 +34,7 @@ class Batch:
     images    (B, 3, H, W) float32 in [-1, 1]
     labels    (B,) int64, -1 where the source has no classes; or (B, C) float32: multi-hot, or blended by mixup
     indices   (B,) int64, which examples of the source these are
-    captions  for each image, its sentences
+    captions  for each image, its sentences; none where they were not asked for
     broken    (name, reason) of images that could not be read; others stand in their place in training
     draws     (B,) int64, in training where images have several captions: a random number that chooses one
     """
@@ -65,8 +66,19 @@ class TooManyBroken(ValueError):
 
 def generator(seed: int, step: int, place: int, purpose: int) -> np.random.Generator:
     """A generator of its own for every (seed, step, place, purpose): Philox counts, it has no history."""
-    key = np.array([seed % 2**64, 0], dtype=np.uint64)
-    return np.random.Generator(np.random.Philox(key=key, counter=np.array([0, place, step, purpose], dtype=np.uint64)))
+    counter = np.array([0, place, step, purpose], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(_Key(seed), counter=counter))  # pyright: ignore[reportArgumentType]
+
+
+class _Key(ISeedSequence):
+    """A seed that is the key itself. Given as `key`, it would have numpy ask the system for entropy first, and then not
+    use it: four times as long."""
+
+    def __init__(self, seed: int):
+        self.key = np.array([seed % 2**64, 0], dtype=np.uint64)
+
+    def generate_state(self, n_words: int, dtype: Any = np.uint32) -> np.ndarray:
+        return self.key
 
 
 @dataclass(frozen=True)
@@ -79,6 +91,7 @@ class TrainBatches:
     seed: int
     world: int
     rank: int
+    captions: bool = True
 
     def __getitem__(self, step: int) -> Batch:
         blocks, mix = getattr(self.source, "blocks", None), getattr(self.source, "mix", 8)
@@ -91,7 +104,7 @@ class TrainBatches:
         def replace(k: int) -> np.ndarray:
             return generator(self.seed, step, places[k], _REPLACE).integers(0, length, _REPLACEMENTS)
 
-        batch = _assemble(self.source, self.transform, indices, rngs, replace)
+        batch = _assemble(self.source, self.transform, indices, rngs, self.captions, replace)
         batch = with_draws(batch, self.seed, step, first)
         if not self.transform.config.mixup:
             return batch
@@ -120,6 +133,7 @@ class EvaluationBatches:
     batch_size: int
     world: int
     rank: int
+    captions: bool = True
 
     def __post_init__(self) -> None:
         check_batch(self.batch_size, self.world, self.rank)
@@ -131,7 +145,7 @@ class EvaluationBatches:
         stop = min((step + 1) * self.batch_size, len(self.source))
         indices = np.arange(step * self.batch_size, stop)[self.rank :: self.world]
         rngs = [generator(0, step, int(i), _TRANSFORM) for i in indices]
-        return _assemble(self.source, self.transform, indices, rngs, replace=None)
+        return _assemble(self.source, self.transform, indices, rngs, self.captions, replace=None)
 
 
 def _assemble(
@@ -139,13 +153,14 @@ def _assemble(
     transform: Transform,
     indices: np.ndarray,
     rngs: list[np.random.Generator],
+    captions: bool,
     replace: Callable[[int], np.ndarray] | None,
 ) -> Batch:
     """Read, transform and stack. A broken image is replaced by the first readable of `replace(place)`, or
     left out."""
     broken: list[tuple[str, str]] = []
     rows: list[tuple[int, Example, Plan, np.random.Generator]] = []
-    ready = _read_together(source, indices)
+    ready = _read_together(source, indices, captions)
     for k, index in enumerate(indices.tolist()):
         candidates = [index]
         for tried, candidate in enumerate(candidates):
@@ -161,12 +176,12 @@ def _assemble(
         else:
             if replace is not None:
                 raise TooManyBroken(f"{len(candidates)} images in a row cannot be read, the last is {broken[-1][0]}.")
-    return _stack(source, transform, rows, tuple(broken))
+    return _stack(source, transform, rows, captions, tuple(broken))
 
 
-def _read_together(source: Source, indices: np.ndarray) -> list[Example] | None:
+def _read_together(source: Source, indices: np.ndarray, captions: bool) -> list[Example] | None:
     read_batch = getattr(source, "read_batch", None)
-    return read_batch(indices) if read_batch is not None else None
+    return read_batch(indices, captions) if read_batch is not None else None
 
 
 def _read(
@@ -186,7 +201,9 @@ def _read(
     return example, plans[0]
 
 
-def _stack(source: Source, transform: Transform, rows: list, broken: tuple[tuple[str, str], ...]) -> Batch:
+def _stack(
+    source: Source, transform: Transform, rows: list, captions: bool, broken: tuple[tuple[str, str], ...]
+) -> Batch:
     if not rows:
         pixels = np.empty((0, *transform.config.size, 3), dtype=np.uint8)
     else:
@@ -196,7 +213,7 @@ def _stack(source: Source, transform: Transform, rows: list, broken: tuple[tuple
         to_tensor(pixels),
         _labels(source, examples),
         torch.tensor([r[0] for r in rows], dtype=torch.int64),
-        tuple(e.captions for e in examples),
+        tuple(e.captions for e in examples) if captions else (),
         broken,
     )
 

@@ -72,7 +72,7 @@ class Captioned:
     def read_captions(self, indices: Sequence[int] | np.ndarray) -> list[tuple[str, ...]]:
         return captions_of(self.source, indices)
 
-    def read_batch(self, indices: Sequence[int] | np.ndarray) -> list[Example] | None:
+    def read_batch(self, indices: Sequence[int] | np.ndarray, captions: bool = True) -> list[Example] | None:
         """All at once where the source can and all have captions; None asks for one after another."""
         inner = getattr(self.source, "read_batch", None)
         examples: list[Example] | None = None if inner is None else inner(indices)

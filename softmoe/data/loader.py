@@ -49,6 +49,7 @@ class Loader:
         workers: int = 0,
         prefetch: int = 2,
         max_broken: float = 0.01,
+        captions: bool = True,
     ):
         check_batch(batch_size, world, rank)
         if not len(source):
@@ -60,7 +61,7 @@ class Loader:
         self.steps_per_epoch = -(-len(source) // batch_size)
         self.broken: dict[str, str] = {}  # name -> reason, of all unreadable images met so far
         self._seen = 0
-        self._batches = TrainBatches(source, transform, batch_size, seed, world, rank)
+        self._batches = TrainBatches(source, transform, batch_size, seed, world, rank, captions)
 
     def batches(self, start_step: int = 0) -> Iterator[Batch]:
         """The endless stream from step `start_step` on: a resumed run sees what an uninterrupted one would
@@ -92,10 +93,11 @@ def evaluation_batches(
     rank: int = 0,
     workers: int = 0,
     prefetch: int = 2,
+    captions: bool = True,
 ) -> Iterator[Batch]:
     """Each readable example once, in order; unreadable ones are left out and listed in their batch."""
     _check_workers(workers, prefetch)
-    maker = EvaluationBatches(source, transform, batch_size, world, rank)
+    maker = EvaluationBatches(source, transform, batch_size, world, rank, captions)
     return _made(maker, range(len(maker)), workers, prefetch)
 
 

@@ -9,7 +9,7 @@ and shapes_draw.py for how it is drawn.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -23,10 +23,10 @@ from softmoe.data.shapes_classes import (
     SHAPES,
     TEXTURE_NAMES,
     Words,
-    captions,
     compositions,
+    sentences,
 )
-from softmoe.data.shapes_draw import draw
+from softmoe.data.shapes_kernel import draw
 from softmoe.data.shapes_scenes import Scenes, compose, uniforms
 from softmoe.data.source import Example, MinSide, fingerprint, positive_int
 
@@ -61,50 +61,44 @@ class ShapesSource:
         """`min_side` is not needed: the pictures are drawn at the size asked for at opening."""
         return self[index]
 
-    def read_batch(self, indices: Sequence[int] | np.ndarray) -> list[Example]:
+    def read_batch(self, indices: Sequence[int] | np.ndarray, captions: bool = True) -> list[Example]:
         rows = np.asarray(indices, dtype=np.int64)
         if rows.size and (rows.min() < 0 or rows.max() >= self.length):
             raise IndexError(f"shapes has the examples 0 to {self.length - 1}, not {rows.min()} to {rows.max()}")
         labels = rows % len(self.classes)
         scenes = compose(self._table[labels], self._key, rows, self.clutter)
         pictures = draw(scenes, self.size)
-        wording = self._wording(rows)
+        said = self._captions(scenes, labels, rows) if captions else [()] * len(rows)
         return [
-            Example(
-                pictures[k],
-                (int(labels[k]),),
-                self._captions(scenes, labels, k, int(wording[k])),
-                self._name(i),
-            )
-            for k, i in enumerate(rows.tolist())
+            Example(picture, (label,), sentences, f"shapes/{self.split}/{index}")
+            for picture, label, sentences, index in zip(pictures, labels.tolist(), said, rows.tolist(), strict=True)
         ]
 
     def read_captions(self, indices: Sequence[int] | np.ndarray) -> list[tuple[str, ...]]:
         """Without drawing the scenes."""
         rows = np.asarray(indices, dtype=np.int64)
-        labels, wording = rows % len(self.classes), self._wording(rows)
-        scenes = compose(self._table[labels], self._key, rows, self.clutter)
-        return [self._captions(scenes, labels, k, int(wording[k])) for k in range(len(rows))]
+        labels = rows % len(self.classes)
+        return self._captions(compose(self._table[labels], self._key, rows, self.clutter), labels, rows)
 
-    def _wording(self, rows: np.ndarray) -> np.ndarray:
-        return (uniforms(self._key ^ 0x5EED, rows, 1)[:, 0] * 2**20).astype(int)
+    def _captions(self, scenes: Scenes, labels: np.ndarray, rows: np.ndarray) -> list[tuple[str, ...]]:
+        wording = (uniforms(self._key ^ 0x5EED, rows, 1)[:, 0] * 2**20).astype(int)
+        told = zip(labels.tolist(), scenes.ground.tolist(), wording.tolist(), strict=True)
+        return [sentences(_words(self.which, label, ground), draw) for label, ground, draw in told]
 
-    def _name(self, index: int) -> str:
-        return f"shapes/{self.split}/{index}"
 
-    def _captions(self, scenes: Scenes, labels: np.ndarray, k: int, wording: int) -> tuple[str, ...]:
-        it = compositions(self.which)[labels[k]]
-        words = Words(
-            SHAPES[it.shape],
-            TEXTURE_NAMES[it.texture],
-            PAINTS[it.color],
-            SECONDS[it.second],
-            RELATIONS[it.relation],
-            COMPANIONS[it.companion],
-            PAINTS[it.companion_color],
-            GROUND_NAMES[scenes.ground[k]],
-        )
-        return captions(words, wording)
+@cache
+def _words(which: str, label: int, ground: int) -> Words:
+    it = compositions(which)[label]
+    return Words(
+        SHAPES[it.shape],
+        TEXTURE_NAMES[it.texture],
+        PAINTS[it.color],
+        SECONDS[it.second],
+        RELATIONS[it.relation],
+        COMPANIONS[it.companion],
+        PAINTS[it.companion_color],
+        GROUND_NAMES[ground],
+    )
 
 
 def open_shapes(

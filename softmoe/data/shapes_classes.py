@@ -105,18 +105,19 @@ _SPOKEN_VOWELS = ("a", "e", "i", "o", "u", "hour")
 _WITH_ARTICLE = ("texture", "color", "companion", "companion_color")
 
 
-def captions(words: Words, draw: int, count: int = 2) -> tuple[str, ...]:
+def sentences(words: Words, draw: int, count: int = 2) -> tuple[str, ...]:
     """`count` different sentences about a scene, chosen by the whole number `draw`."""
     first = draw % len(_PATTERNS)
     step = 1 + draw // 7 % (len(_PATTERNS) - 1)
     synonyms = _RELATION_WORDS[words.relation]
-    said = []
-    facts = vars(words) | {f"a_{name}": with_article(getattr(words, name)) for name in _WITH_ARTICLE}
-    for k in range(count):
-        pattern = _PATTERNS[(first + k * step) % len(_PATTERNS)]
-        facts["relation"] = synonyms[(draw // 64 + k) % len(synonyms)]
-        said.append(pattern.format_map(facts))
-    return tuple(said)
+    chosen = ((first + k * step) % len(_PATTERNS) for k in range(count))
+    return tuple(_sentence(words, which, synonyms[(draw // 64 + k) % len(synonyms)]) for k, which in enumerate(chosen))
+
+
+@cache
+def _sentence(words: Words, pattern: int, relation: str) -> str:
+    articles = {f"a_{name}": with_article(getattr(words, name)) for name in _WITH_ARTICLE}
+    return _PATTERNS[pattern].format_map(vars(words) | articles | {"relation": relation})
 
 
 @cache

@@ -13,7 +13,7 @@ from softmoe.data.shapes_scenes import Placed, Scenes, chosen, joined
 from softmoe.data.shapes_tables import CELLS, SPAN
 
 _CHUNK = 64  # images of 32 x 32 pixels drawn together: fewer cost more calls, more leave the caches
-_RIMMED = TEXTURE_NAMES.index("rimmed")
+RIMMED = TEXTURE_NAMES.index("rimmed")
 
 
 def draw(scenes: Scenes, size: int) -> np.ndarray:
@@ -32,7 +32,7 @@ class _Canvas:
 
     def __init__(self, scenes: Scenes, size: int):
         self.scenes, self.size = scenes, size
-        self.line = ((np.arange(size) + 0.5) / size * 2 - 1).astype(np.float32)
+        self.line = line(size)
         self.planes = self._ground()
 
     def paint(self, pictures: np.ndarray) -> None:
@@ -60,7 +60,7 @@ class _Canvas:
         absent), everything else only where the object is.
         """
         placed, count = joined(layers), len(self.scenes.ground)
-        span = _reach(placed, self.size)
+        span = reach(placed, self.size)
         near = np.flatnonzero(np.maximum(np.abs(placed.x), np.abs(placed.y)) - span < 1)
         if not near.size:
             return
@@ -92,11 +92,10 @@ class _Canvas:
 
     def _distance(self, placed: Placed, x: np.ndarray, y: np.ndarray) -> np.ndarray:
         """Signed distance to the outline in pixels, at columns x and rows y."""
-        u, v = _local(placed, x, y)
+        u, v = _within(frame(placed), x, y)
         where = _column(placed.shape * CELLS * CELLS).astype(np.int32)
         where = where + _held(v) * CELLS + _held(u)
-        pixels = placed.radius * placed.squeeze * (self.size / 2)
-        return tables.distance_table().take(where) * _column(pixels)
+        return tables.distance_table().take(where) * _column(pixels_of(placed, self.size))
 
     def _shares(
         self,
@@ -110,11 +109,11 @@ class _Canvas:
     ) -> np.ndarray:
         """How much of the second color each pixel inside the object has."""
         texture = self.scenes.texture[near]
-        u, v = _local(placed, x, y, self.scenes.texture_scale[near], self.scenes.texture_shift[near])
+        u, v = _within(frame(placed, self.scenes.texture_scale[near], self.scenes.texture_shift[near]), x, y)
         u, v = (coordinate.take(inside).astype(np.int64) & (CELLS - 1) for coordinate in (u, v))
         share = tables.texture_table().take(texture.take(whose) * (CELLS * CELLS) + v * CELLS + u)
-        rimmed = np.flatnonzero(texture.take(whose) == _RIMMED)
-        rim = (placed.radius * (self.size / 2 * 0.16)).astype(np.float32)  # a sixth of the radius
+        rimmed = np.flatnonzero(texture.take(whose) == RIMMED)
+        rim = rim_of(placed, self.size)
         share[rimmed] = _coverage(-rim[whose[rimmed]] - distance.take(inside[rimmed]))
         return share
 
@@ -131,14 +130,28 @@ class _Canvas:
             np.clip(plane, 0, 255, out=plane)
 
 
+def line(size: int) -> np.ndarray:
+    """The places of the pixels of a row."""
+    return ((np.arange(size) + 0.5) / size * 2 - 1).astype(np.float32)
+
+
+def pixels_of(placed: Placed, size: int) -> np.ndarray:
+    """Of a unit of the distance table, where the object is thinnest."""
+    return placed.radius * placed.squeeze * (size / 2)
+
+
+def rim_of(placed: Placed, size: int) -> np.ndarray:
+    """Pixels: a sixth of the radius."""
+    return (placed.radius * (size / 2 * 0.16)).astype(np.float32)
+
+
 def _column(values: np.ndarray) -> np.ndarray:
     return values.astype(np.float32)[:, None, None]
 
 
-def _local(
-    placed: Placed, x: np.ndarray, y: np.ndarray, scale: np.ndarray | float = 1.0, shift: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Table coordinates (u, v) of each pixel in the object's own frame, as (b, rows, columns) float32."""
+def frame(placed: Placed, scale: np.ndarray | float = 1.0, shift: np.ndarray | None = None) -> list[np.ndarray]:
+    """ux, u0, uy, vx, v0, vy of each object, float32: where a pixel at (x, y) lies in its table, of CELLS x CELLS,
+    u = ux x + u0 + uy y and v = vx x + v0 + vy y."""
     cells = CELLS / SPAN
     cos, sin = np.cos(placed.angle), np.sin(placed.angle)
     per_u = cells / placed.radius * scale
@@ -146,15 +159,20 @@ def _local(
     moved = np.zeros((len(cos), 2)) if shift is None else shift * cells
     u0 = CELLS / 2 + moved[:, 0] - per_u * (cos * placed.x + sin * placed.y)
     v0 = CELLS / 2 + moved[:, 1] - per_v * (sin * placed.x - cos * placed.y)
-    u = (_column(per_u * cos) * x + _column(u0)) + _column(per_u * sin) * y
-    v = (_column(per_v * sin) * x + _column(v0)) - _column(per_v * cos) * y
-    return u, v
+    columns = (per_u * cos, u0, per_u * sin, per_v * sin, v0, -per_v * cos)
+    return [column.astype(np.float32) for column in columns]
 
 
-def _reach(placed: Placed, size: int) -> np.ndarray:
+def _within(frame: list[np.ndarray], x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Table coordinates (u, v) of each pixel, as (b, rows, columns) float32."""
+    ux, u0, uy, vx, v0, vy = (column[:, None, None] for column in frame)
+    return (ux * x + u0) + uy * y, (vx * x + v0) + vy * y
+
+
+def reach(placed: Placed, size: int) -> np.ndarray:
     """(b,) how far from its center an object may color a pixel; endless where it is hardly larger than one."""
-    thinnest = float(np.min(placed.radius * placed.squeeze)) * (size / 2)
-    radii = tables.radii_within(np.ceil(8 * 0.5 / thinnest) / 8)
+    eighths, which = np.unique(np.ceil(8 * 0.5 / pixels_of(placed, size)), return_inverse=True)  # half a pixel in radii
+    radii = np.array([tables.radii_within(count / 8) for count in eighths.tolist()])[which]
     return placed.radius * np.maximum(placed.squeeze, 1.0) * radii + 2 / size
 
 

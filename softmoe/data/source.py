@@ -45,10 +45,10 @@ class Example:
 class Source(Protocol):
     """Examples by index. Picklable, cheap to send to a worker; file handles are opened again in each process.
 
-    Some attributes are optional. `read_batch(indices) -> list[Example]` where reading many at once is faster.
-    `read_captions(indices) -> list[tuple[str, ...]]` where captions can be had without the images. `blocks` (sizes
-    of consecutive runs of indices, one per shard) and `mix` (shards read at a time) where examples should be read
-    shard by shard.
+    Some attributes are optional. `read_batch(indices, captions=True) -> list[Example]` where reading many at once is
+    faster, and faster still without captions. `read_captions(indices) -> list[tuple[str, ...]]` where captions can be
+    had without the images. `blocks` (sizes of consecutive runs of indices, one per shard) and `mix` (shards read at a
+    time) where examples should be read shard by shard.
     """
 
     classes: tuple[str, ...]

@@ -7,6 +7,7 @@ out of the decoder.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,7 +94,7 @@ class Transform:
             box = WHOLE
         # the decoded crop must still have at least as many pixels each way as the result
         scale = max(target_height / (box[2] * height), target_width / (box[3] * width))
-        return Plan(box, int(np.ceil(min(1.0, scale) * min(height, width))))
+        return Plan(box, math.ceil(min(1.0, scale) * min(height, width)))
 
     def apply(self, image: np.ndarray, plan: Plan, rng: np.random.Generator) -> np.ndarray:
         """(H, W, 3) uint8 of the wanted size, from the image at any resolution."""

@@ -18,7 +18,7 @@ from softmoe.inference import Storage, open_mapped, prepare
 from softmoe.models import VisionTransformer
 from softmoe.models.pretrained import Preprocessing, SavedModel, load_saved, open_saved
 
-ReadBatch = Callable[[Sequence[int] | np.ndarray], list[Example]]
+ReadBatch = Callable[..., list[Example]]  # (indices, captions)
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,9 @@ class Subset:
     @property
     def read_batch(self) -> ReadBatch | None:
         inner = getattr(self.source, "read_batch", None)
-        return None if inner is None else lambda indices: inner(self.indices[np.asarray(indices, dtype=np.int64)])
+        if inner is None:
+            return None
+        return lambda indices, *wanted: inner(self.indices[np.asarray(indices, dtype=np.int64)], *wanted)
 
 
 def random_subset(source: Source, examples: int | None, seed: int = 0) -> Source:
@@ -135,7 +137,7 @@ class Relabeled:
     @property
     def read_batch(self) -> ReadBatch | None:
         inner = getattr(self.source, "read_batch", None)
-        return None if inner is None else lambda indices: [self._renumber(example) for example in inner(indices)]
+        return None if inner is None else lambda *wanted: [self._renumber(example) for example in inner(*wanted)]
 
     def _renumber(self, example: Example) -> Example:
         return replace(example, labels=tuple(self.numbers[label] for label in example.labels))

@@ -36,6 +36,7 @@ def recipe() -> TrainConfig:
         data=DataSection(
             train=f"shapes?size={IMAGE}",
             batch_size=64,
+            workers=0,  # drawing a batch takes less than handing one over
             transform=TransformConfig(image_size=IMAGE, crop="resize", flip=True),
         ),
         optim=OptimSection(head_decay=0.05, kernel_decay=0.05, scale_decay=0.0, beta2=0.99),

@@ -116,6 +116,7 @@ class Data:
             d.workers,
             d.prefetch,
             d.max_broken,
+            captions=config.text.size is not None,
         )
         return cls(config, train, val, loader, world, rank)
 
@@ -133,7 +134,14 @@ class Data:
         d, examples = self.config.data, self.config.evaluation.examples
         size = self.eval_share * self.world
         batches = evaluation_batches(
-            self.val, Transform(d.transform, train=False), size, self.world, self.rank, d.workers, d.prefetch
+            self.val,
+            Transform(d.transform, train=False),
+            size,
+            self.world,
+            self.rank,
+            d.workers,
+            d.prefetch,
+            captions=self.config.text.size is not None,
         )
         if examples is None:
             return batches

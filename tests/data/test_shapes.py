@@ -1,12 +1,15 @@
 """The generator of pictures."""
 
+import ctypes
 import pickle
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from softmoe.data import open_source, shapes_draw
+from softmoe import compiled
+from softmoe.data import open_source, shapes_draw, shapes_kernel
 from softmoe.data.shapes_classes import COMPANIONS, PAINTS, RELATIONS, SECONDS, SHAPES, TEXTURE_NAMES, compositions
 from softmoe.data.shapes_draw import draw
 from softmoe.data.shapes_scenes import compose
@@ -155,11 +158,43 @@ def test_golden():
 GOLDEN_MEAN = (121.485, 113.249, 104.180)
 
 
+def some_scenes(count=96, clutter=0.8):
+    chosen = np.array([compositions("all")[i % 392] for i in range(count)])
+    return compose(chosen, key=4, indices=np.arange(count), clutter=clutter)
+
+
 @pytest.mark.parametrize("size", [8, 32, 50])
 def test_small_objects_are_drawn_where_they_are(size, monkeypatch):
     """Painting an object only near its place gives the pixels of painting it all over the picture."""
-    chosen = np.array([compositions("all")[i % 392] for i in range(96)])
-    scenes = compose(chosen, key=4, indices=np.arange(96), clutter=0.8)
+    scenes = some_scenes()
     near = draw(scenes, size)
-    monkeypatch.setattr(shapes_draw, "_reach", lambda placed, size: np.full(len(placed.x), np.inf))
+    monkeypatch.setattr(shapes_draw, "reach", lambda placed, size: np.full(len(placed.x), np.inf))
     assert np.array_equal(near, draw(scenes, size))
+
+
+@pytest.mark.parametrize(("size", "count", "clutter"), [(8, 96, 1.0), (32, 392, 1.0), (50, 96, 0.0), (512, 3, 0.5)])
+def test_compiled_drawing_gives_the_same_bytes(size, count, clutter):
+    library = shapes_kernel._library()
+    if isinstance(library, str):
+        pytest.skip(library)
+    scenes = some_scenes(count, clutter)
+    assert np.array_equal(shapes_kernel._draw(library, scenes, size), draw(scenes, size))
+
+
+def test_without_a_compiler_pictures_are_drawn_by_numpy(monkeypatch):
+    usual = open_source("shapes", "val").read_batch(range(20))
+    monkeypatch.setattr(shapes_kernel, "_library", lambda: "no C++ compiler was found")
+    for a, b in zip(usual, open_source("shapes", "val").read_batch(range(20)), strict=True):
+        assert np.array_equal(a.image, b.image)
+
+
+def test_contracted_arithmetic_would_be_noticed():
+    """What is compiled with fused products differs in some pixels, and is not used then."""
+    source = Path(shapes_kernel.__file__).with_name("shapes_draw.cpp")
+    try:
+        fused = ctypes.CDLL(str(compiled.build(source, ("-march=native", "-ffp-contract=fast"))))
+    except compiled.CannotBuild as reason:
+        pytest.skip(str(reason))
+    if "fma" not in compiled.processor():
+        pytest.skip("this processor has no fused products")
+    assert not shapes_kernel._right(fused)
