@@ -25,7 +25,7 @@ from softmoe.train.run import build
 from softmoe.train.step import train_step
 
 
-def bench_loop(probes: Probes, *, seconds: float = 15.0, rounds: int = 15) -> Iterator[Row]:
+def bench_loop(probes: Probes, *, seconds: float = 15.0, rounds: int = 41) -> Iterator[Row]:
     """For each quickstart model: a step on ready batches, and one with the data being made beside it.
 
     The two take turns in one process, on the same model, the same batches and the same update.

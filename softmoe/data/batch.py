@@ -7,7 +7,7 @@ makes the batch, nor on how many there are, nor on what was made before.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,10 +64,12 @@ class TooManyBroken(ValueError):
     """More images are unreadable than the run allows."""
 
 
-def generator(seed: int, step: int, place: int, purpose: int) -> np.random.Generator:
+def generators(seed: int, step: int, places: Sequence[int] | np.ndarray, purpose: int) -> list[np.random.Generator]:
     """A generator of its own for every (seed, step, place, purpose): Philox counts, it has no history."""
-    counter = np.array([0, place, step, purpose], dtype=np.uint64)
-    return np.random.Generator(np.random.Philox(_Key(seed), counter=counter))  # pyright: ignore[reportArgumentType]
+    key: Any = _Key(seed)
+    counters = np.zeros((len(places), 4), dtype=np.uint64)
+    counters[:, 1], counters[:, 2], counters[:, 3] = places, step, purpose
+    return [np.random.Generator(np.random.Philox(key, counter=counter)) for counter in counters]
 
 
 class _Key(ISeedSequence):
@@ -99,16 +101,16 @@ class TrainBatches:
         indices = order(length, self.seed, step, self.batch_size, self.world, self.rank, blocks, mix)
         first = self.rank * (self.batch_size // self.world)
         places = range(first, first + len(indices))
-        rngs = [generator(self.seed, step, place, _TRANSFORM) for place in places]
+        rngs = generators(self.seed, step, places, _TRANSFORM)
 
         def replace(k: int) -> np.ndarray:
-            return generator(self.seed, step, places[k], _REPLACE).integers(0, length, _REPLACEMENTS)
+            return generators(self.seed, step, [places[k]], _REPLACE)[0].integers(0, length, _REPLACEMENTS)
 
         batch = _assemble(self.source, self.transform, indices, rngs, self.captions, replace)
         batch = with_draws(batch, self.seed, step, first)
         if not self.transform.config.mixup:
             return batch
-        weights = mixup_weights(self.transform.config.mixup, generator(self.seed, step, 0, _MIXUP))
+        weights = mixup_weights(self.transform.config.mixup, generators(self.seed, step, [0], _MIXUP)[0])
         images, labels = mixup(batch.images, soft_labels(batch.labels, len(self.source.classes)), weights)
         return dataclasses.replace(batch, images=images, labels=labels)
 
@@ -144,7 +146,7 @@ class EvaluationBatches:
     def __getitem__(self, step: int) -> Batch:
         stop = min((step + 1) * self.batch_size, len(self.source))
         indices = np.arange(step * self.batch_size, stop)[self.rank :: self.world]
-        rngs = [generator(0, step, int(i), _TRANSFORM) for i in indices]
+        rngs = generators(0, step, indices, _TRANSFORM)
         return _assemble(self.source, self.transform, indices, rngs, self.captions, replace=None)
 
 

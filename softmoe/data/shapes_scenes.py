@@ -95,6 +95,11 @@ class _Dice:
         self.used += 1
         return low + (high - low) * column
 
+    def spans(self, low: tuple[float, ...], high: tuple[float, ...]) -> np.ndarray:
+        """(B, n), the same as n columns one after the other."""
+        first, self.used = self.used, self.used + len(low)
+        return np.array(low) + (np.array(high) - np.array(low)) * self.table[:, first : self.used]
+
     def pick(self, count: int) -> np.ndarray:
         return self.span(0, count).astype(np.int64)
 
@@ -125,11 +130,11 @@ def compose(classes: np.ndarray, key: int, indices: np.ndarray, clutter: float =
         dice.span(-turn, turn),
         _jittered(dice, companion_color),
     )
-    shift = np.stack([dice.span(0, 0.5), dice.span(0, 0.5)], axis=1) * ~_CENTERED[texture][:, None]
-    ground_place = np.stack([dice.span(0, CELLS), dice.span(0, CELLS), dice.span(0.7, 1.3)], axis=1)
-    light = np.stack([dice.span(-0.25, 0.15), dice.span(-0.3, 0.3), dice.span(-0.3, 0.3)], axis=1) * clutter
+    shift = dice.spans((0, 0), (0.5, 0.5)) * ~_CENTERED[texture][:, None]
+    ground_place = dice.spans((0, 0, 0.7), (CELLS, CELLS, 1.3))
+    light = dice.spans((-0.25, -0.3, -0.3), (0.15, 0.3, 0.3)) * clutter
     light[:, 0] += 1
-    noise = np.stack([dice.span(2, 9) * clutter, dice.span(0, 2**16)], axis=1)
+    noise = dice.spans((2, 0), (9, 2**16)) * (clutter, 1)
     return Scenes(
         main,
         small_one,
@@ -155,8 +160,7 @@ def _fit(dice: _Dice, big: np.ndarray, small: np.ndarray, offset: np.ndarray) ->
 
 
 def _jittered(dice: _Dice, color: np.ndarray) -> np.ndarray:
-    wobble = np.stack([dice.span(-14, 14) for _ in range(3)], axis=1)
-    return np.clip(_PALETTE[color] + wobble, 0, 255)
+    return np.clip(_PALETTE[color] + dice.spans((-14,) * 3, (14,) * 3), 0, 255)
 
 
 def _pebble(dice: _Dice, clutter: float) -> Placed:
