@@ -25,6 +25,9 @@ class GradientPool:
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.Size, torch.dtype, torch.device], list[Tensor]] = {}
+        self._squares: dict[int, tuple[Tensor, int, float] | None] = {}
+        """Of a weight, by address: its gradient, the gradient's version and the sum of its squares; None if it got
+        several gradients."""
 
     def take(self, shape: torch.Size, like: Tensor) -> Tensor:
         free = self._free.get((shape, like.dtype, like.device))
@@ -32,6 +35,27 @@ class GradientPool:
 
     def give(self, gradient: Tensor) -> None:
         self._free.setdefault((gradient.shape, gradient.dtype, gradient.device), []).append(gradient)
+
+    def forget(self) -> None:
+        """The sums: their gradients are done with."""
+        self._squares.clear()
+
+    def outer(self, a_NSP: Tensor, b_NSQ: Tensor, w_NPQ: Tensor) -> Tensor:
+        """a^T b, the gradient of w, by rows.cpp, which adds up the squares of what it writes."""
+        gradient = self.take(w_NPQ.shape, w_NPQ)
+        squares = rows.outer(a_NSP, b_NSQ, gradient)
+        first = w_NPQ.data_ptr() not in self._squares
+        # detached, since autograd copies a gradient that somebody else has
+        self._squares[w_NPQ.data_ptr()] = (gradient.detach(), gradient._version, squares) if first else None
+        return gradient
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        """Of all together. What was added up when it was written is not read again."""
+        sums = filter(None, self._squares.values())
+        known = {gradient.data_ptr(): squares for gradient, version, squares in sums if gradient._version == version}
+        norm = torch.nn.utils.get_total_norm([g for g in gradients if g.data_ptr() not in known])
+        found = [known[g.data_ptr()] for g in gradients if g.data_ptr() in known]
+        return norm if not found else (norm.square() + sum(found)).sqrt()
 
 
 def batched_linear(
@@ -77,7 +101,7 @@ class _BatchedLinear(torch.autograd.Function):
             if needs_x:
                 dx_NSI = rows.across(dy_NSO, w) if ctx.transposed else rows.along(dy_NSO, w)
             if needs_w:
-                dw = rows.outer(left, right, pool.take(w.shape, w))
+                dw = pool.outer(left, right, w)
         else:
             if needs_x:
                 dx_NSI = torch.bmm(dy_NSO, w if ctx.transposed else w.transpose(1, 2))

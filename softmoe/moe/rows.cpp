@@ -5,11 +5,13 @@
 //
 //   across   y (N, S, Q) = x (N, S, P) w + bias (N, Q)
 //   along    y (N, S, P) = x (N, S, Q) w^T + bias (N, P)
-//   outer    w (N, P, Q) = a^T b, a is (N, S, P), b is (N, S, Q), S at most 16
+//   outer    w (N, P, Q) = a^T b, a is (N, S, P), b is (N, S, Q)
 //
 // A bias may be null. Up to eight rows share each number of w that is read; their 24 sums stay in registers.
 #include <cstdint>
 #include <cstring>
+#include <numeric>
+#include <vector>
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
@@ -19,6 +21,7 @@ namespace {
 constexpr int LANES = 16, ROWS = 8, WIDE = 3;
 constexpr int64_t LINES = 32;  // of w, that are read together: they stay in the second cache
 constexpr int64_t SPAN = 512;  // numbers of a line that are written together: the rows' parts stay in the first cache
+constexpr int64_t SPAN_OF_MORE = 192;  // the same for more than ROWS rows
 
 typedef float Floats __attribute__((vector_size(64)));
 
@@ -111,10 +114,10 @@ constexpr decltype(&across_rows<1>) ACROSS[] = {across_rows<1>, across_rows<2>, 
 constexpr decltype(&along_rows<1>) ALONG[] = {along_rows<1>, along_rows<2>, along_rows<3>, along_rows<4>,
                                               along_rows<5>, along_rows<6>, along_rows<7>, along_rows<8>};
 
-// J lines of w from S rows.
+// J lines of w from S rows, whose J factors stay in registers. Returns the sum of the squares of what is written.
 template <int S, int J>
-inline void outer_tile(const float* a, const float* b, float* w, int64_t P, int64_t Q, int64_t length) {
-    Floats factors[S][J];
+inline double outer_tile(const float* a, const float* b, float* w, int64_t P, int64_t Q, int64_t length) {
+    Floats factors[S][J], squares = {};
     for (int s = 0; s < S; s++)
         for (int j = 0; j < J; j++) factors[s][j] = Floats{} + a[s * P + j];
     for (int64_t q = 0; q < length; q += LANES) {
@@ -123,21 +126,61 @@ inline void outer_tile(const float* a, const float* b, float* w, int64_t P, int6
             const Floats row = load(b + s * Q + q);
             for (int j = 0; j < J; j++) lines[j] += factors[s][j] * row;
         }
-        for (int j = 0; j < J; j++) store_far(w + j * Q + q, lines[j]);
+        for (int j = 0; j < J; j++) {
+            squares += lines[j] * lines[j];
+            store_far(w + j * Q + q, lines[j]);
+        }
     }
+    return sum(squares);
 }
 
 template <int S>
-void outer_of(const float* a, const float* b, float* w, int64_t P, int64_t Q, int64_t length) {
-    constexpr int J = S <= 4 ? 4 : S <= 8 ? 2 : 1;
+double outer_of(const float* a, const float* b, float* w, int64_t, int64_t P, int64_t Q, int64_t length) {
+    constexpr int J = S <= 4 ? 4 : 2;
+    double squares = 0;
     int64_t p = 0;
-    for (; p + J <= P; p += J) outer_tile<S, J>(a + p, b, w + p * Q, P, Q, length);
-    for (; p < P; p++) outer_tile<S, 1>(a + p, b, w + p * Q, P, Q, length);
+    for (; p + J <= P; p += J) squares += outer_tile<S, J>(a + p, b, w + p * Q, P, Q, length);
+    for (; p < P; p++) squares += outer_tile<S, 1>(a + p, b, w + p * Q, P, Q, length);
+    return squares;
 }
 
-constexpr decltype(&outer_of<1>) OUTER[] = {
-    outer_of<1>, outer_of<2>,  outer_of<3>,  outer_of<4>,  outer_of<5>,  outer_of<6>,  outer_of<7>,  outer_of<8>,
-    outer_of<9>, outer_of<10>, outer_of<11>, outer_of<12>, outer_of<13>, outer_of<14>, outer_of<15>, outer_of<16>};
+// The same for more rows than have their factors in registers: J lines, V vectors of each.
+template <int J, int V>
+inline double outer_block(const float* a, const float* b, float* w, int64_t S, int64_t P, int64_t Q) {
+    Floats sums[J][V] = {}, squares = {};
+    for (int64_t s = 0; s < S; s++) {
+        Floats row[V];
+        for (int v = 0; v < V; v++) row[v] = load(b + s * Q + v * LANES);
+        for (int j = 0; j < J; j++)
+            for (int v = 0; v < V; v++) sums[j][v] += row[v] * a[s * P + j];
+    }
+    for (int j = 0; j < J; j++)
+        for (int v = 0; v < V; v++) {
+            squares += sums[j][v] * sums[j][v];
+            store_far(w + j * Q + v * LANES, sums[j][v]);
+        }
+    return sum(squares);
+}
+
+template <int J>
+double outer_lines(const float* a, const float* b, float* w, int64_t S, int64_t P, int64_t Q, int64_t length) {
+    double squares = 0;
+    int64_t q = 0;
+    for (; q + WIDE * LANES <= length; q += WIDE * LANES) squares += outer_block<J, WIDE>(a, b + q, w + q, S, P, Q);
+    for (; q < length; q += LANES) squares += outer_block<J, 1>(a, b + q, w + q, S, P, Q);
+    return squares;
+}
+
+double outer_more(const float* a, const float* b, float* w, int64_t S, int64_t P, int64_t Q, int64_t length) {
+    double squares = 0;
+    int64_t p = 0;
+    for (; p + ROWS <= P; p += ROWS) squares += outer_lines<ROWS>(a + p, b, w + p * Q, S, P, Q, length);
+    for (; p < P; p++) squares += outer_lines<1>(a + p, b, w + p * Q, S, P, Q, length);
+    return squares;
+}
+
+constexpr decltype(&outer_of<1>) OUTER[] = {outer_of<1>, outer_of<2>, outer_of<3>, outer_of<4>,
+                                            outer_of<5>, outer_of<6>, outer_of<7>, outer_of<8>};
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -178,18 +221,23 @@ extern "C" void along(const float* x, const float* w, const float* bias, float* 
     }
 }
 
-extern "C" void outer(const float* a, const float* b, float* w, int64_t N, int64_t S, int64_t P, int64_t Q,
-                      int threads) {
-    const int64_t spans = (Q + SPAN - 1) / SPAN;
+// Returns the sum of the squares of w, added up in one order whatever the threads do.
+extern "C" double outer(const float* a, const float* b, float* w, int64_t N, int64_t S, int64_t P, int64_t Q,
+                        int threads) {
+    const int64_t span = S <= ROWS ? SPAN : SPAN_OF_MORE, spans = (Q + span - 1) / span;
+    std::vector<double> squares(N * spans);
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for collapse(2) schedule(dynamic)
         for (int64_t n = 0; n < N; n++) {
-            for (int64_t span = 0; span < spans; span++) {
-                const int64_t first = span * SPAN, length = least(SPAN, Q - first);
-                OUTER[S - 1](a + n * S * P, b + n * S * Q + first, w + n * P * Q + first, P, Q, length);
+            for (int64_t k = 0; k < spans; k++) {
+                const int64_t first = k * span, length = least(span, Q - first);
+                const auto product = S <= ROWS ? OUTER[S - 1] : outer_more;
+                squares[n * spans + k] =
+                    product(a + n * S * P, b + n * S * Q + first, w + n * P * Q + first, S, P, Q, length);
             }
         }
         end_of_far_stores();
     }
+    return std::accumulate(squares.begin(), squares.end(), 0.0);
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from softmoe.compiled import address, library_of
 
-MOST = 16
+MOST = 32
 """Rows; with more, the usual products have enough to do while they read."""
 LARGE = 1 << 25
 """Bytes of all weights; smaller ones may stay in a cache."""
@@ -41,8 +41,8 @@ def along(x_NSQ: Tensor, w_NPQ: Tensor, bias_NP: Tensor | None = None) -> Tensor
     return _read("along", x_NSQ, w_NPQ, bias_NP, w_NPQ.shape[1])
 
 
-def outer(a_NSP: Tensor, b_NSQ: Tensor, out_NPQ: Tensor) -> Tensor:
-    """a^T b, written to `out`, which begins at a multiple of 64 bytes."""
+def outer(a_NSP: Tensor, b_NSQ: Tensor, out_NPQ: Tensor) -> float:
+    """a^T b, written to `out`, which begins at a multiple of 64 bytes. Returns the sum of its squares."""
     assert out_NPQ.data_ptr() % 64 == 0
     return _outer(_loaded(), a_NSP, b_NSQ, out_NPQ)
 
@@ -60,11 +60,12 @@ def _product(function: Callable[..., Any], x: Tensor, w: Tensor, bias: Tensor | 
     return y
 
 
-def _outer(library: ctypes.CDLL, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+def _outer(library: ctypes.CDLL, a: Tensor, b: Tensor, out: Tensor) -> float:
     a, b = a.contiguous(), b.contiguous()
     sizes = (a.shape[0], a.shape[1], a.shape[2], b.shape[2])
-    library.outer(address(a), address(b), address(out), *map(ctypes.c_int64, sizes), _threads())
-    return out
+    function = library.outer
+    function.restype = ctypes.c_double
+    return function(address(a), address(b), address(out), *map(ctypes.c_int64, sizes), _threads())
 
 
 def _threads() -> ctypes.c_int:
@@ -88,10 +89,12 @@ def _right(library: ctypes.CDLL) -> bool:
     w = torch.arange(2 * 6 * 32).remainder(11).view(2, 6, 32).float() - 5
     y = _product(library.across, x, w, w[:, 0], 32)
     back = _product(library.along, y, w, None, 6)
-    gradient = _outer(library, x, y, torch.empty_like(w))
+    gradient = torch.empty_like(w)
+    squares = _outer(library, x, y, gradient)
     plain = x @ w + w[:, :1]
     return (
         torch.equal(y, plain)
         and torch.equal(back, plain @ w.transpose(1, 2))
         and torch.equal(gradient, x.transpose(1, 2) @ plain)
+        and squares == gradient.square().sum().item()
     )

@@ -1,7 +1,5 @@
 """What becomes of gradients: their memory is used again, and they may be used up while the backward pass still runs."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
@@ -16,14 +14,14 @@ LIMIT = WAITING  # bytes; smaller parameters are updated together
 class Released:
     """Lets the gradients of an optimizer go, and keeps the memory of the experts' for their next ones.
 
-    Only for a model in one process: what a parameter's gradient is elsewhere is not what the product made.
+    The latter only for a model in one process: what a parameter's gradient is elsewhere is not what the product made.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module):
+    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module, *, alone: bool = True):
         self.optimizer = optimizer
         self._pool = GradientPool()
         self._pooled: list[nn.Parameter] = []
-        for experts in (module for module in model.modules() if isinstance(module, Experts)):
+        for experts in (module for module in model.modules() if alone and isinstance(module, Experts)):
             experts.pool = self._pool
             self._pooled += [experts.w1, experts.w2]
 
@@ -31,7 +29,11 @@ class Released:
         for parameter in self._pooled:
             if parameter.grad is not None:
                 self._pool.give(parameter.grad)
+        self._pool.forget()
         self.optimizer.zero_grad(set_to_none=True)
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        return self._pool.norm(gradients)
 
 
 class InBackward:
@@ -41,7 +43,7 @@ class InBackward:
     same pass is not taken back.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, release: Callable[[], None]):
+    def __init__(self, optimizer: torch.optim.Optimizer, release: Released):
         self.optimizer, self.release = optimizer, release
         self._waiting = 0
         self._norms: list[Tensor] = []
@@ -60,7 +62,7 @@ class InBackward:
         self._waiting = 0
         if not arrived:
             return
-        norm = torch.nn.utils.get_total_norm(arrived)
+        norm = self.release.norm(arrived)
         self._norms.append(norm)
         if norm.isfinite():
             self.optimizer.step()

@@ -6,6 +6,7 @@ positions, class token and probe are in no rule.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -90,12 +91,17 @@ def gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
-def clip_by_global_norm(grads: list[Tensor], max_norm: float | None) -> Tensor:
+Norm = Callable[[list[Tensor]], Tensor]
+
+
+def clip_by_global_norm(
+    grads: list[Tensor], max_norm: float | None, norm: Norm = torch.nn.utils.get_total_norm
+) -> Tensor:
     """Scale all gradients so that their joint norm is at most `max_norm`, with no epsilon; returns the norm before."""
-    norm = torch.nn.utils.get_total_norm(grads)
-    if max_norm is not None and norm > max_norm:
-        torch._foreach_mul_(grads, (max_norm / norm).clamp(max=1.0))  # pyright: ignore[reportPrivateImportUsage]
-    return norm
+    found = norm(grads)
+    if max_norm is not None and found > max_norm:
+        torch._foreach_mul_(grads, (max_norm / found).clamp(max=1.0))  # pyright: ignore[reportPrivateImportUsage]
+    return found
 
 
 def _some(model: nn.Module) -> list[str]:

@@ -1,6 +1,6 @@
 """What a running training is made of."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -56,7 +56,7 @@ class Run:
     """The model, or its compiled form; same weights."""
     average: Average | None
     optimizer: torch.optim.Optimizer
-    release: Callable[[], None]
+    release: Released
     """Lets the gradients go."""
     in_backward: InBackward | None
     """Where the optimizer does its work during the backward pass."""
@@ -121,7 +121,7 @@ def build(
     tap = RoutingTap(model)  # before compiling, which looks at the hooks
     average = None if config.ema is None else Average(model, config.ema, twin)  # a copy, before any hook
     optimizer = make_optimizer(model, config.optim, locked=config.model.locked)
-    release = Released(optimizer, model) if team.world == 1 else optimizer.zero_grad
+    release = Released(optimizer, model, alone=team.world == 1)
     if objective is None:
         objective = contrastive(config, data) if isinstance(model, TwoTower) else make_objective(config.objective)
     return Run(

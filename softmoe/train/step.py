@@ -23,7 +23,7 @@ def train_step(run: Run, batch: Any, *, keep_routing: bool = False) -> tuple[flo
     run.release()
     loss, auxiliary = forward_backward(run, batch)
     if run.in_backward is None:
-        norm = run.team.clip(gradients(run.optimizer), config.optim.clip_norm)
+        norm = run.team.clip(gradients(run.optimizer), config.optim.clip_norm, run.release.norm)
     else:
         norm = run.in_backward.finish()
     values = run.team.mean(torch.stack([loss.double(), auxiliary.double(), norm.double()])).tolist()  # the one wait

@@ -38,7 +38,7 @@ def output_and_gradients(
 @needs_compiler
 @given(
     N=st.integers(1, 3),
-    S=st.integers(1, 16),
+    S=st.integers(1, 32),
     P=st.integers(1, 70),
     vectors=st.integers(1, 35),
     transposed=st.booleans(),
@@ -92,7 +92,7 @@ def test_what_they_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not rows.serve(torch.zeros(2, 4, 3), w)
     monkeypatch.setattr(rows, "LARGE", 0)
     assert rows.serve(torch.zeros(2, 4, 3), w)
-    assert not rows.serve(torch.zeros(2, 17, 3), w)
+    assert not rows.serve(torch.zeros(2, 33, 3), w)
     assert not rows.serve(torch.zeros(2, 4, 3).double(), w.double())
     assert not rows.serve(torch.zeros(2, 4, 3), torch.zeros(2, 3, 33))
     assert not rows.serve(torch.zeros(2, 4, 3), torch.zeros(2, 32, 3).transpose(1, 2))
@@ -108,3 +108,31 @@ def test_older_processors(flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         pytest.skip("this processor has no AVX2")
     monkeypatch.setenv("SOFTMOE_CACHE", str(tmp_path))
     assert rows._right(ctypes.CDLL(str(compiled.build(Path(rows.__file__).with_name("rows.cpp"), (flag,)))))
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", ["one pass", "two passes", "changed", "used twice", "done with"])
+def test_norm_of_gradients(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norm is that of the gradients as they are; only what was left alone since it was written is not read."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(rows, "LARGE", 0)
+    experts = Experts(24, 64, 6)
+    release = Released(torch.optim.SGD(experts.parameters()), experts)
+    for _ in range(2 if case == "two passes" else 1):
+        y = experts(torch.randn(6, 20, 24))
+        y = experts(y) if case == "used twice" else y
+        y.square().sum().backward()
+    gradients = [torch.as_tensor(p.grad) for p in experts.parameters()]
+    if case == "changed":
+        gradients[0].mul_(3)
+        experts.w2.grad = torch.ones_like(experts.w2)
+        gradients = [torch.as_tensor(p.grad) for p in experts.parameters()]
+    if case == "done with":
+        release()
+        gradients = [torch.ones_like(g) for g in gradients]
+    expected = torch.stack([g.double().norm() for g in gradients]).norm()
+    read: list[Tensor] = []
+    total = torch.nn.utils.get_total_norm
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda tensors: (read.extend(tensors), total(tensors))[1])
+    torch.testing.assert_close(release.norm(gradients).double(), expected, rtol=1e-6, atol=0)
+    assert len(read) == (2 if case == "one pass" else 4)
