@@ -36,7 +36,8 @@ def bench_loop(probes: Probes, *, seconds: float = 15.0, rounds: int = 41) -> It
         with tempfile.TemporaryDirectory() as folder:
             config = module.recipe()
             config = replace(config, runs=folder, log=replace(config.log, quiet=True))
-            timings = step_times(config, max(2, round(seconds / 2 / rounds / 0.1)), rounds)
+            together = config.data.prefetch  # batches that may be made at once: every round has its share
+            timings = step_times(config, together * max(1, round(seconds / 2 / rounds / 0.1 / together)), rounds)
         shape = config.model.resolve(288, config.data.transform.image_size)
         price, batch = cost(shape), config.data.batch_size
         height, width = shape.image_shape

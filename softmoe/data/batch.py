@@ -96,17 +96,29 @@ class TrainBatches:
     captions: bool = True
 
     def __getitem__(self, step: int) -> Batch:
+        return self.several([step])[0]
+
+    def several(self, steps: Sequence[int]) -> list[Batch]:
+        """One of each step, their examples read together where the source can: fewer and longer calls."""
         blocks, mix = getattr(self.source, "blocks", None), getattr(self.source, "mix", 8)
-        length = len(self.source)
-        indices = order(length, self.seed, step, self.batch_size, self.world, self.rank, blocks, mix)
+        setting = (self.batch_size, self.world, self.rank, blocks, mix)
+        indices = [order(len(self.source), self.seed, step, *setting) for step in steps]
+        ready = read_together(self.source, np.concatenate(indices), self.captions)
+        share = self.batch_size // self.world
+        return [
+            self._made(step, indices[k], None if ready is None else ready[k * share : (k + 1) * share])
+            for k, step in enumerate(steps)
+        ]
+
+    def _made(self, step: int, indices: np.ndarray, ready: list[Example] | None) -> Batch:
         first = self.rank * (self.batch_size // self.world)
         places = range(first, first + len(indices))
         rngs = generators(self.seed, step, places, _TRANSFORM)
 
         def replace(k: int) -> np.ndarray:
-            return generators(self.seed, step, [places[k]], _REPLACE)[0].integers(0, length, _REPLACEMENTS)
+            return generators(self.seed, step, [places[k]], _REPLACE)[0].integers(0, len(self.source), _REPLACEMENTS)
 
-        batch = _assemble(self.source, self.transform, indices, rngs, self.captions, replace)
+        batch = _assemble(self.source, self.transform, indices, ready, rngs, self.captions, replace)
         batch = with_draws(batch, self.seed, step, first)
         if not self.transform.config.mixup:
             return batch
@@ -147,22 +159,23 @@ class EvaluationBatches:
         stop = min((step + 1) * self.batch_size, len(self.source))
         indices = np.arange(step * self.batch_size, stop)[self.rank :: self.world]
         rngs = generators(0, step, indices, _TRANSFORM)
-        return _assemble(self.source, self.transform, indices, rngs, self.captions, replace=None)
+        ready = read_together(self.source, indices, self.captions)
+        return _assemble(self.source, self.transform, indices, ready, rngs, self.captions, replace=None)
 
 
 def _assemble(
     source: Source,
     transform: Transform,
     indices: np.ndarray,
+    ready: list[Example] | None,
     rngs: list[np.random.Generator],
     captions: bool,
     replace: Callable[[int], np.ndarray] | None,
 ) -> Batch:
-    """Read, transform and stack. A broken image is replaced by the first readable of `replace(place)`, or
-    left out."""
+    """Read, what is not ready, transform and stack. A broken image is replaced by the first readable of
+    `replace(place)`, or left out."""
     broken: list[tuple[str, str]] = []
     rows: list[tuple[int, Example, Plan, np.random.Generator]] = []
-    ready = _read_together(source, indices, captions)
     for k, index in enumerate(indices.tolist()):
         candidates = [index]
         for tried, candidate in enumerate(candidates):
@@ -181,7 +194,7 @@ def _assemble(
     return _stack(source, transform, rows, captions, tuple(broken))
 
 
-def _read_together(source: Source, indices: np.ndarray, captions: bool) -> list[Example] | None:
+def read_together(source: Source, indices: np.ndarray, captions: bool) -> list[Example] | None:
     read_batch = getattr(source, "read_batch", None)
     return read_batch(indices, captions) if read_batch is not None else None
 

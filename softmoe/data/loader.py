@@ -66,7 +66,13 @@ class Loader:
     def batches(self, start_step: int = 0) -> Iterator[Batch]:
         """The endless stream from step `start_step` on: a resumed run sees what an uninterrupted one would
         have."""
-        for batch in _made(self._batches, itertools.count(start_step), self.workers, self.prefetch):
+        if self.workers == 0 and getattr(self.source, "read_batch", None) is not None:
+            firsts = itertools.count(start_step, self.prefetch)
+            groups = (self._batches.several(range(first, first + self.prefetch)) for first in firsts)
+            made = itertools.chain.from_iterable(groups)
+        else:
+            made = _made(self._batches, itertools.count(start_step), self.workers, self.prefetch)
+        for batch in made:
             self._watch(batch)
             yield batch
 

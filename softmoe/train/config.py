@@ -101,7 +101,7 @@ class DataSection:
     workers: int = 1
     """Processes that read and transform images; 0 does it in the training process."""
     prefetch: int = 4
-    """Batches prepared ahead."""
+    """Batches that each worker prepares ahead; without workers, those of `shapes` that are drawn together."""
     max_broken: float = 0.05
     """Share of unreadable images above which the run stops."""
     transform: TransformConfig = field(default_factory=TransformConfig)

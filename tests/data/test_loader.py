@@ -23,6 +23,7 @@ from softmoe.data import (
     evaluation_batches,
     open_source,
 )
+from softmoe.evaluate.inputs import Relabeled, Subset
 
 SMALL = TransformConfig(32, "pad_crop")
 
@@ -156,6 +157,22 @@ def test_reduced_decoding_keeps_the_crop(tmp_path, picture, encoded):
     assert min(s[0] for s in shapes) < 600
     # the crop was chosen from the stored size in both
     assert (small.images - whole.images).abs().mean() < 0.02
+
+
+def test_captions_are_left_out_where_nobody_asks():
+    """All else is the same, also for a part of a source and for one whose labels have other numbers."""
+    source = open_source("shapes", "train")
+    for one in (source, Subset(source, np.arange(50)), Relabeled(source, source.classes, tuple(range(288)))):
+        with_them, without = (
+            next(Loader(one, Transform(SMALL, train=True), 8, captions=captions).batches())
+            for captions in (True, False)
+        )
+        assert [len(captions) for captions in with_them.captions] == [2] * 8
+        assert (without.captions, without.draws) == ((), None)
+        assert torch.equal(with_them.images, without.images)
+        assert torch.equal(with_them.labels, without.labels)
+        evaluated = next(evaluation_batches(one, Transform(SMALL, train=False), 8, captions=False))
+        assert evaluated.captions == ()
 
 
 def test_batch_contents(folder):
