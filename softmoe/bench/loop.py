@@ -61,7 +61,7 @@ def step_times(config: TrainConfig, steps: int, rounds: int) -> tuple[Timing, Ti
     bare, fed = [], []
     for _ in range(rounds):
         bare.append(seconds(iter(ready)))
-        list(islice(batches, config.data.prefetch))  # what was prepared meanwhile must not count
+        list(islice(batches, config.data.workers * config.data.prefetch))  # what was prepared meanwhile must not count
         fed.append(seconds(islice(batches, steps)))
     run.close()
     return summarize(bare), summarize(fed)
