@@ -86,13 +86,16 @@ void across_rows(const float* x, const float* w, float* y, int64_t count, int64_
     for (; q < Q; q += LANES) across_tile<R, 1>(x, w + q, y + q, count, ahead, P, Q);
 }
 
-// R rows of x against J lines of w.
+// R rows of x against J lines of w. The lines after them are fetched meanwhile.
 template <int R, int J>
 void along_tile(const float* x, const float* w, const float* bias, float* y, int64_t P, int64_t Q) {
     Floats sums[R][J] = {};
     for (int64_t q = 0; q < Q; q += LANES) {
         Floats lines[J];
-        for (int j = 0; j < J; j++) lines[j] = load(w + j * Q + q);
+        for (int j = 0; j < J; j++) {
+            lines[j] = load(w + j * Q + q);
+            __builtin_prefetch(w + (j + J) * Q + q, 0, 2);
+        }
         for (int r = 0; r < R; r++) {
             const Floats row = load(x + r * Q + q);
             for (int j = 0; j < J; j++) sums[r][j] += row * lines[j];
