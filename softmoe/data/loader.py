@@ -1,7 +1,7 @@
 """Batches in order, made here or by worker processes: the same ones bit for bit.
 
 Memory is bounded: `workers * prefetch` finished batches wait in shared memory, and each worker makes one
-more.
+more; without workers, at most `prefetch` are made at once.
 """
 
 from __future__ import annotations
