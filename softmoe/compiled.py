@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 from torch import Tensor
 
 from softmoe.machine import cache_folder
@@ -77,5 +78,6 @@ def processor() -> str:
     return "\n".join(sorted({line for line in text.splitlines() if line.startswith(kept)}))
 
 
-def address(tensor: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
+def address(of: Tensor | np.ndarray) -> ctypes.c_void_p:
+    """Of what must live as long as the call."""
+    return ctypes.c_void_p(of.data_ptr() if isinstance(of, Tensor) else of.ctypes.data)

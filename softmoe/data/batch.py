@@ -103,7 +103,7 @@ class TrainBatches:
         blocks, mix = getattr(self.source, "blocks", None), getattr(self.source, "mix", 8)
         setting = (self.batch_size, self.world, self.rank, blocks, mix)
         indices = [order(len(self.source), self.seed, step, *setting) for step in steps]
-        ready = read_together(self.source, np.concatenate(indices), self.captions)
+        ready = _read_together(self.source, np.concatenate(indices), self.captions)
         share = self.batch_size // self.world
         return [
             self._made(step, indices[k], None if ready is None else ready[k * share : (k + 1) * share])
@@ -159,7 +159,7 @@ class EvaluationBatches:
         stop = min((step + 1) * self.batch_size, len(self.source))
         indices = np.arange(step * self.batch_size, stop)[self.rank :: self.world]
         rngs = generators(0, step, indices, _TRANSFORM)
-        ready = read_together(self.source, indices, self.captions)
+        ready = _read_together(self.source, indices, self.captions)
         return _assemble(self.source, self.transform, indices, ready, rngs, self.captions, replace=None)
 
 
@@ -194,7 +194,7 @@ def _assemble(
     return _stack(source, transform, rows, captions, tuple(broken))
 
 
-def read_together(source: Source, indices: np.ndarray, captions: bool) -> list[Example] | None:
+def _read_together(source: Source, indices: np.ndarray, captions: bool) -> list[Example] | None:
     read_batch = getattr(source, "read_batch", None)
     return read_batch(indices, captions) if read_batch is not None else None
 

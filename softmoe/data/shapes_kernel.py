@@ -6,12 +6,11 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from softmoe.compiled import library_of
+from softmoe.compiled import address, library_of
 from softmoe.data import shapes_draw as plain
 from softmoe.data import shapes_tables as tables
 from softmoe.data.shapes_classes import compositions
@@ -23,7 +22,7 @@ _PLACED = np.dtype(
 )
 _TEXTURE = np.dtype([*_FRAME, ("added", "f4", 3), ("rim", "f4"), ("table", "i4"), ("rimmed", "i4")])
 _SCENE = np.dtype([("place", "f8", 3), ("ground", "i4"), ("noise", "i4"), ("light", "f4", 3), ("strength", "f4")])
-_MOST = 512  # pixels a side
+MOST = 512  # pixels a side
 _FAR = 99.0  # beyond all pictures and all objects
 
 
@@ -45,20 +44,20 @@ def _right(library: ctypes.CDLL) -> bool:
 
 
 def _draw(library: ctypes.CDLL, scenes: Scenes, size: int) -> np.ndarray:
-    assert size <= _MOST
+    assert size <= MOST
     layers = [*scenes.pebbles, scenes.object, scenes.companion, *scenes.twigs]
     arrays = (_scenes(scenes), _placed(joined(layers), size), _texture(scenes, size))
     numbers = (len(scenes.ground), len(layers), len(scenes.pebbles), size)
-    threads = torch.get_num_threads()
+    line, threads = plain.line(size), torch.get_num_threads()
     room = np.empty((threads, 3, size, size), dtype=np.float32)
     pictures = np.empty((len(scenes.ground), size, size, 3), dtype=np.uint8)
     library.draw(
-        *map(_address, arrays),
+        *map(address, arrays),
         *map(ctypes.c_int64, numbers),
-        _address(plain.line(size)),
-        _address(tables.ground_planes()),
+        address(line),
+        address(tables.ground_planes()),
         ctypes.c_int64(len(tables.GROUNDS)),
-        *map(_address, (tables.distance_table(), tables.texture_table(), _noise(size), room, pictures)),
+        *map(address, (tables.distance_table(), tables.texture_table(), _noise(size), room, pictures)),
         ctypes.c_int(threads),
     )
     return pictures
@@ -101,7 +100,3 @@ def _framed(kind: np.dtype, frame: list[np.ndarray]) -> np.ndarray:
 def _noise(size: int) -> np.ndarray:
     """The table, and a row more: it goes round."""
     return np.resize(tables.noise_table(), len(tables.noise_table()) + size)
-
-
-def _address(array: np.ndarray) -> Any:
-    return array.ctypes.data_as(ctypes.c_void_p)

@@ -93,9 +93,11 @@ class Data:
     rank: int = 0
     tokenizer: Tokenizer | None = None
     """Of a text tower."""
+    captions: bool = True
+    """Whether batches have them."""
 
     @classmethod
-    def open(cls, config: TrainConfig, world: int = 1, rank: int = 0) -> "Data":
+    def open(cls, config: TrainConfig, world: int = 1, rank: int = 0, captions: bool = True) -> "Data":
         d = config.data
         train = open_source(d.train, d.train_split)
         val = open_source(d.val or d.train, d.val_split)
@@ -116,9 +118,9 @@ class Data:
             d.workers,
             d.prefetch,
             d.max_broken,
-            captions=config.text.size is not None,
+            captions,
         )
-        return cls(config, train, val, loader, world, rank)
+        return cls(config, train, val, loader, world, rank, captions=captions)
 
     def facts(self) -> dict[str, Any]:
         facts = {"train_data": self.train.fingerprint, "classes": len(self.train.classes)}
@@ -141,7 +143,7 @@ class Data:
             self.rank,
             d.workers,
             d.prefetch,
-            captions=self.config.text.size is not None,
+            self.captions,
         )
         if examples is None:
             return batches

@@ -106,7 +106,8 @@ def build(
         torch.set_num_threads(config.threads)
     device = choose_device(config.device, team.place)
     autocast = choose_precision(config.precision, device, progress.report)
-    data = Data.open(config, team.world, team.rank)
+    ours = objective is None and evaluators is None  # which read captions only where there is a text tower
+    data = Data.open(config, team.world, team.rank, captions=config.text.size is not None or not ours)
     if config.text.size is not None:
         data = replace(data, tokenizer=prepare_tokenizer(config, folder.path, data.train, team))
     shape = shape_of(config, data)

@@ -179,3 +179,20 @@ def test_a_missing_device_is_one_sentence(make_config, device: str):
     """Not a traceback from torch."""
     with pytest.raises(ValueError, match=f"device '{device}' cannot be used here"):
         train(make_config(device=device))
+
+
+def test_captions_reach_an_objective_of_the_users(make_config) -> None:
+    """Our own objective for classes does not read them, so they are not made for it."""
+    config = make_config(run_name="captions", steps=1)
+    good, seen = make_objective(config.objective), []
+
+    def objective(model, batch):
+        seen.append(batch.captions)
+        return good(model, batch)
+
+    train(config, objective=objective)
+    assert seen
+    assert all(captions and all(captions) for captions in seen)
+    run = built(replace(config, run_name="without"))
+    assert next(run.data.loader.batches(0)).captions == next(run.data.validation()).captions == ()
+    run.close()
