@@ -15,12 +15,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from softmoe.machine import cache_folder
 
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-fno-math-errno", "-Wno-psabi")
 _NATIVE = ("-march=native",)
+LARGE = 1 << 22
+"""Bytes; where less is passed over, calling takes the time."""
 
 
 class CannotBuild(Exception):
@@ -81,3 +85,38 @@ def processor() -> str:
 def address(of: Tensor | np.ndarray) -> ctypes.c_void_p:
     """Of what must live as long as the call."""
     return ctypes.c_void_p(of.data_ptr() if isinstance(of, Tensor) else of.ctypes.data)
+
+
+def threads() -> ctypes.c_int:
+    return ctypes.c_int(torch.get_num_threads())
+
+
+def worth_it(x: Tensor, *others: Tensor) -> bool:
+    """Whether a compiled pass over x may stand for torch's: in a training step, on more numbers than a cache holds,
+    and all plain float32 tensors on a CPU, each in one piece."""
+    return (
+        torch.is_grad_enabled()
+        and x.requires_grad
+        and x.nbytes > LARGE
+        and all(
+            type(t) in (Tensor, nn.Parameter)
+            and t.device.type == "cpu"
+            and t.dtype == torch.float32
+            and t.is_contiguous()
+            and forward_ad.unpack_dual(t).tangent is None
+            for t in (x, *others)
+        )
+        and _unseen()
+    )
+
+
+def worth_it_backward(*gradients: Tensor) -> bool:
+    """Whether it may stand for torch's in the backward pass of what it computed: nobody derives that pass."""
+    batched = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
+    return not torch.is_grad_enabled() and _unseen() and not any(batched(g) for g in gradients)
+
+
+def _unseen() -> bool:
+    """Nobody traces, compiles or transforms what is computed now: they do not see into compiled code."""
+    tracing = torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+    return not (tracing or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from softmoe.inference.dynamic import ByteLinear
 from softmoe.inference.packed import PackedLinear, Weights
 from softmoe.moe import Experts
-from softmoe.moe.experts import ACTIVATIONS
+from softmoe.moe.gelu import ACTIVATIONS
 
 
 class PreparedExperts(nn.Module):

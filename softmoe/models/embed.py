@@ -31,7 +31,8 @@ class PatchEmbed(nn.Module):
         return rows, columns
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.proj(images).flatten(2).transpose(1, 2)
+        # in one piece: sums keep the layout of their first part, and every norm on the way would copy the tokens
+        return self.proj(images).flatten(2).transpose(1, 2).contiguous()
 
 
 class LearnedPositions(nn.Module):

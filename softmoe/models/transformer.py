@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from softmoe.models.qkv import split_heads
 from softmoe.moe import MoE
-from softmoe.moe.experts import ACTIVATIONS, check_activation
+from softmoe.moe.gelu import check_activation, gelu
 from softmoe.moe.init import normal_, xavier_uniform_
 
 NORM_EPS = 1e-6
@@ -41,11 +42,9 @@ class Attention(nn.Module):
             nn.init.zeros_(linear.bias)
 
     def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> Tensor:
-        query, key, value = (t.unflatten(2, (self.heads, -1)) for t in self.qkv(x_BMD).chunk(3, dim=2))  # (B, M, A, E)
+        parts = split_heads(self.qkv(x_BMD), self.heads, self.query_norm, self.key_norm)
         mixed_BAME = F.scaled_dot_product_attention(
-            self.query_norm(query).to(value.dtype).transpose(1, 2),
-            self.key_norm(key).to(value.dtype).transpose(1, 2),
-            value.transpose(1, 2),
+            *(part_BMAE.transpose(1, 2) for part_BMAE in parts),
             attn_mask=None if mask is None else mask[:, None, None, :],
             dropout_p=self.dropout if self.training else 0.0,
         )
@@ -69,7 +68,7 @@ class MLP(nn.Module):
             normal_(linear.bias, std=1e-6)
 
     def forward(self, x_BMD: Tensor) -> Tensor:
-        hidden = self.dropout(F.gelu(self.fc1(x_BMD), approximate=ACTIVATIONS[self.activation]))
+        hidden = self.dropout(gelu(self.fc1(x_BMD), self.activation))
         return self.dropout(self.fc2(hidden))
 
 

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from softmoe.moe.gelu import check_activation, gelu
 from softmoe.moe.init import normal_, xavier_uniform_
 from softmoe.moe.product import GradientPool, batched_linear
 from softmoe.moe.routing import at_least_one
-
-ACTIVATIONS = {"gelu_tanh": "tanh", "gelu": "none"}  # name -> torch's word for how the error function is computed
 
 
 class Experts(nn.Module):
@@ -67,7 +66,7 @@ class Experts(nn.Module):
                 f"expected slots of shape ({self.num_experts}, rows, {self.dim}), got {tuple(x_NSD.shape)}"
             )
         hidden_NSH = batched_linear(x_NSD, self.w1, self.b1, pool=self.pool)
-        active_NSH = F.gelu(hidden_NSH, approximate=ACTIVATIONS[self.activation])
+        active_NSH = gelu(hidden_NSH, self.activation)
         if self.dropout:
             active_NSH = F.dropout(active_NSH, self.dropout, self.training)
         y_NSD = batched_linear(active_NSH, self.w2, self.b2, transposed=True, pool=self.pool)
@@ -75,9 +74,3 @@ class Experts(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.dim}, hidden_dim={self.hidden_dim}, num_experts={self.num_experts}"
-
-
-def check_activation(name: str) -> str:
-    if name not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
-    return name

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from softmoe.compiled import address, library_of
+from softmoe.compiled import address, library_of, threads
 
 MOST = 32
 """Rows; with more, the usual products have enough to do while they read."""
@@ -56,7 +56,7 @@ def _product(function: Callable[..., Any], x: Tensor, w: Tensor, bias: Tensor | 
     y = x.new_empty(x.shape[0], x.shape[1], width)
     sizes = (x.shape[0], x.shape[1], w.shape[1], w.shape[2])
     added = None if bias is None else address(bias)
-    function(address(x), address(w), added, address(y), *map(ctypes.c_int64, sizes), _threads())
+    function(address(x), address(w), added, address(y), *map(ctypes.c_int64, sizes), threads())
     return y
 
 
@@ -65,11 +65,7 @@ def _outer(library: ctypes.CDLL, a: Tensor, b: Tensor, out: Tensor) -> float:
     sizes = (a.shape[0], a.shape[1], a.shape[2], b.shape[2])
     function = library.outer
     function.restype = ctypes.c_double
-    return function(address(a), address(b), address(out), *map(ctypes.c_int64, sizes), _threads())
-
-
-def _threads() -> ctypes.c_int:
-    return ctypes.c_int(torch.get_num_threads())
+    return function(address(a), address(b), address(out), *map(ctypes.c_int64, sizes), threads())
 
 
 def _loaded() -> ctypes.CDLL:

@@ -1,0 +1,119 @@
+"""The compiled activation against torch's in float64, and who is not given it."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+
+from softmoe import compiled
+from softmoe.moe import gelu as module
+from softmoe.moe.gelu import gelu
+
+needs_compiler = pytest.mark.skipif(isinstance(module._library(), str), reason=f"not compiled: {module._library()}")
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The compiled passes that are called from now on; small tensors are worth one too."""
+    calls: list[str] = []
+    plain = module._call
+    monkeypatch.setattr(compiled, "LARGE", 0)
+    monkeypatch.setattr(module, "_call", lambda name, *inputs: (calls.append(name), plain(name, *inputs))[1])
+    return calls
+
+
+def both(x: Tensor, upstream: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    y = gelu(x, "gelu_tanh")
+    return [y.detach(), *torch.autograd.grad(y, x, upstream)]
+
+
+@needs_compiler
+@given(shape=st.lists(st.integers(1, 40), min_size=1, max_size=3), width=st.floats(0.1, 20), threads=st.integers(1, 3))
+def test_output_and_gradient(shape: list[int], width: float, threads: int) -> None:
+    """Any size, so any rest of a vector; any number of threads."""
+    x, upstream = torch.randn(shape) * width, torch.randn(shape)
+    exact = both(x.double(), upstream.double())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "LARGE", 0)
+        torch.set_num_threads(threads)
+        found = both(x, upstream)
+        torch.set_num_threads(1)
+    torch.testing.assert_close(found[0].double(), exact[0], rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(found[1].double(), exact[1], rtol=1e-5, atol=2e-6)
+
+
+@needs_compiler
+def test_far_values(passes: list[str]) -> None:
+    """Far out it is 0 or x, with a gradient of 0 or 1, and what is no number stays none."""
+    x = torch.tensor([-1e30, -1e4, -100.0, 0.0, 100.0, 1e4, 1e18, float("nan")])
+    y, gradient = both(x, torch.ones(8))
+    assert passes == ["gelu", "gelu_backward"]
+    assert y[:3].abs().max() < 1e-6
+    assert torch.equal(y[3:7], x[3:7])
+    torch.testing.assert_close(gradient[1:6], torch.tensor([0.0, 0.0, 0.5, 1.0, 1.0]))
+    assert y[7].isnan()
+    assert gradient[7].isnan()
+
+
+def derived_twice(x: Tensor) -> Tensor:
+    x = x.requires_grad_()
+    (first,) = torch.autograd.grad(gelu(x, "gelu_tanh").square().sum(), x, create_graph=True)
+    return torch.autograd.grad(first.square().sum(), x)[0]
+
+
+def per_row(x: Tensor) -> Tensor:
+    return torch.func.vmap(torch.func.grad(lambda row: gelu(row, "gelu_tanh").square().sum()))(x)
+
+
+def batched_backward(x: Tensor) -> Tensor:
+    x = x.requires_grad_()
+    y = gelu(x, "gelu_tanh")
+    return torch.autograd.grad(y, x, torch.stack([torch.ones_like(y), y.detach()]), is_grads_batched=True)[0]
+
+
+def forward_mode(x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        y = gelu(forward_ad.make_dual(x.requires_grad_(), torch.ones_like(x)), "gelu_tanh")
+        tangent = forward_ad.unpack_dual(y).tangent
+        assert tangent is not None
+        return tangent
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("function", [derived_twice, per_row, batched_backward, forward_mode])
+def test_transforms_see_what_they_can_derive(passes: list[str], function: Callable[[Tensor], Tensor]) -> None:
+    """Second derivatives, transforms and forward mode are those of torch."""
+    x = torch.randn(3, 5)
+    torch.testing.assert_close(function(x.clone()), function(x.double()).float(), rtol=1e-5, atol=1e-6)
+
+
+@needs_compiler
+def test_only_for_large_training_steps(passes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without gradients, in float64, not in one piece, in the exact form, or too small: torch's own."""
+    x = torch.randn(4, 6, requires_grad=True)
+    with torch.no_grad():
+        gelu(x, "gelu_tanh")
+    gelu(x.detach(), "gelu_tanh")
+    gelu(x.double(), "gelu_tanh")
+    gelu(x.t(), "gelu_tanh")
+    torch.testing.assert_close(gelu(x, "gelu"), F.gelu(x))
+    monkeypatch.setattr(compiled, "LARGE", x.nbytes)
+    gelu(x, "gelu_tanh")
+    assert passes == []
+    monkeypatch.setattr(compiled, "LARGE", x.nbytes - 1)
+    gelu(x, "gelu_tanh").sum().backward()  # a gradient that is one number, spread out
+    assert passes == ["gelu", "gelu_backward"]
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "LARGE", 0)
+    monkeypatch.setattr(module, "_library", lambda: "no compiler")
+    x = torch.randn(4, 6, requires_grad=True)
+    assert torch.equal(gelu(x, "gelu_tanh"), F.gelu(x, approximate="tanh"))
