@@ -95,7 +95,8 @@ def worth_it(x: Tensor, *others: Tensor) -> bool:
     """Whether a compiled pass over x may stand for torch's: in a training step, on more numbers than a cache holds,
     and all plain float32 tensors on a CPU, each in one piece."""
     return (
-        torch.is_grad_enabled()
+        _unseen()
+        and torch.is_grad_enabled()
         and x.requires_grad
         and x.nbytes > LARGE
         and all(
@@ -106,7 +107,6 @@ def worth_it(x: Tensor, *others: Tensor) -> bool:
             and forward_ad.unpack_dual(t).tangent is None
             for t in (x, *others)
         )
-        and _unseen()
     )
 
 
@@ -117,6 +117,9 @@ def worth_it_backward(*gradients: Tensor) -> bool:
 
 
 def _unseen() -> bool:
-    """Nobody traces, compiles or transforms what is computed now: they do not see into compiled code."""
-    tracing = torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
-    return not (tracing or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+    """Nobody compiles, traces or transforms what is computed now: they do not see into compiled code."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+        or torch._C._are_functorch_transforms_active()
+    )

@@ -29,6 +29,8 @@ from softmoe.train.in_backward import InBackward, Released
 from softmoe.train.optim import make_optimizer, set_learning_rate
 
 MODEL = "soft_s16_128e"
+SETTLING = 3
+"""Steps before the timed ones: until then a process still gets its memory from the system, page by page."""
 OURS = {
     "softmoe": OptimSection(),
     "softmoe, in backward": OptimSection(in_backward=True),
@@ -61,6 +63,8 @@ def measure(model: str, name: str, batch: int, phase: str, seconds: float) -> Ro
     module = build(config, name)
     x = torch.randn(batch, 3, *config.image_shape)
     step = forward_step(module, x) if phase == "forward" else train_step(module, x, OURS.get(name, OptimSection()))
+    for _ in range(SETTLING if phase == "train" else 0):
+        step()
     timing = interleave({name: step}, rounds=9, seconds=seconds)[name]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     probes = Probes()
