@@ -58,19 +58,19 @@ def in_own_process(model: str, name: str, batch: int, phase: str, seconds: float
 
 
 def measure(model: str, name: str, batch: int, phase: str, seconds: float) -> Row:
-    """Time one contender here; the peak is read before the roofline's probes take memory of their own."""
+    """Time one contender here, in turn with the roofline's probes; the peak is read before they take memory."""
     config, price = model_config(model), cost(model)
     module = build(config, name)
     x = torch.randn(batch, 3, *config.image_shape)
     step = forward_step(module, x) if phase == "forward" else train_step(module, x, OURS.get(name, OptimSection()))
-    for _ in range(SETTLING if phase == "train" else 0):
+    for _ in range(SETTLING):
         step()
-    timing = interleave({name: step}, rounds=9, seconds=seconds)[name]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     probes = Probes()
-    roofline = probes.roofline(interleave(probes.functions(), rounds=7))
-    least = roofline.seconds(*getattr(Work(batch * price.macs, price.params, x.numel()), phase)())
-    return Row(f"{model}, batch {batch}", phase, name, timing, least / timing.median, peak)
+    timings = interleave({name: step, **probes.functions()}, rounds=9, seconds=seconds)
+    work = Work(batch * price.macs, price.params, x.numel())
+    least = probes.roofline(timings).seconds(*getattr(work, phase)())
+    return Row(f"{model}, batch {batch}", phase, name, timings[name], least / timings[name].median, peak)
 
 
 def build(config: ViTConfig, name: str) -> nn.Module:
