@@ -42,6 +42,12 @@ def library_of(source: Path, right: Callable[[ctypes.CDLL], bool], flags: tuple[
     return found if right(found) else f"the compiled {source.stem} gives wrong results on this machine"
 
 
+def loaded(found: ctypes.CDLL | str) -> ctypes.CDLL:
+    """The library, for whoever knows that there is one."""
+    assert isinstance(found, ctypes.CDLL), found
+    return found
+
+
 def build(source: Path, native: tuple[str, ...] = _NATIVE) -> Path:
     """The shared library, compiled if it is not in the cache. Its name holds all that decides what is inside."""
     compiler = next((c for c in (os.environ.get("CXX"), "g++", "clang++", "c++") if c and shutil.which(c)), None)
@@ -99,15 +105,15 @@ def worth_it(x: Tensor, *others: Tensor) -> bool:
         and torch.is_grad_enabled()
         and x.requires_grad
         and x.nbytes > LARGE
-        and all(
-            type(t) in (Tensor, nn.Parameter)
-            and t.device.type == "cpu"
-            and t.dtype == torch.float32
-            and t.is_contiguous()
-            and forward_ad.unpack_dual(t).tangent is None
-            for t in (x, *others)
-        )
+        and plain(x, *others)
+        and all(t.is_contiguous() and forward_ad.unpack_dual(t).tangent is None for t in (x, *others))
     )
+
+
+def plain(*tensors: Tensor) -> bool:
+    """Whether all are float32 on a CPU, and of no class that would want to be asked."""
+    kinds = (Tensor, nn.Parameter)
+    return all(type(t) in kinds and t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors)
 
 
 def worth_it_backward(*gradients: Tensor) -> bool:

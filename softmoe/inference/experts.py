@@ -6,12 +6,11 @@ Letters: N experts, S rows per expert, D width, H hidden width.
 from collections.abc import Callable
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from softmoe.inference.dynamic import ByteLinear
 from softmoe.inference.packed import PackedLinear, Weights
 from softmoe.moe import Experts
-from softmoe.moe.gelu import ACTIVATIONS
+from softmoe.moe.gelu import gelu
 
 
 class PreparedExperts(nn.Module):
@@ -30,7 +29,7 @@ class PreparedExperts(nn.Module):
             raise ValueError(
                 f"expected slots of shape ({self.num_experts}, rows, {self.dim}), got {tuple(x_NSD.shape)}"
             )
-        active_NSH = F.gelu(self.first(x_NSD), approximate=ACTIVATIONS[self.activation])
+        active_NSH = gelu(self.first(x_NSD), self.activation)
         return self.second(active_NSH)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from softmoe.compiled import address, library_of
+from softmoe.compiled import address, library_of, loaded, threads
 
 PANEL = 64  # outputs that lie side by side in the packed weights, as in product.cpp
 SOURCE = Path(__file__).with_name("product.cpp")
@@ -62,7 +62,7 @@ def call(library: ctypes.CDLL, x_NSK: Tensor, packed_NQKE: Tensor, scale_NC: Ten
         address(bias_NC),
         address(y_NSC),
         *map(ctypes.c_int64, (N, S, K, C)),
-        ctypes.c_int(torch.get_num_threads()),
+        threads(),
     )
     return y_NSC
 
@@ -70,9 +70,7 @@ def call(library: ctypes.CDLL, x_NSK: Tensor, packed_NQKE: Tensor, scale_NC: Ten
 @torch.library.custom_op("softmoe::packed_product", mutates_args=(), device_types="cpu")
 def packed_product(x_NSK: Tensor, packed_NQKE: Tensor, scale_NC: Tensor | None, bias_NC: Tensor) -> Tensor:
     """(x @ w) * scale + bias for stacked weights in panels. An operator of torch's, so that torch.compile takes it."""
-    library = _library()
-    assert isinstance(library, ctypes.CDLL), library
-    return call(library, x_NSK.contiguous(), packed_NQKE, scale_NC, bias_NC)
+    return call(loaded(_library()), x_NSK.contiguous(), packed_NQKE, scale_NC, bias_NC)
 
 
 @cache
@@ -85,8 +83,6 @@ def has_bytes() -> bool:
 
 
 def _call_bytes(x_NSK: Tensor, packed: Tensor, scale_NC: Tensor, sums_NC: Tensor, bias_NC: Tensor) -> Tensor | None:
-    library = _library()
-    assert isinstance(library, ctypes.CDLL), library
     N, S, K = x_NSK.shape
     C = bias_NC.shape[1]
     assert packed.numel() == N * -(-C // PANEL) * PANEL * K
@@ -95,10 +91,10 @@ def _call_bytes(x_NSK: Tensor, packed: Tensor, scale_NC: Tensor, sums_NC: Tensor
     assert all(t.is_contiguous() for t in tensors)
     y_NSC = torch.empty(N, S, C)
     room = (y_NSC, torch.empty(N, S, K, dtype=torch.uint8), torch.empty(N, S, 2))
-    done = library.product_bytes(
+    done = loaded(_library()).product_bytes(
         *(address(t) for t in (*tensors, *room)),
         *map(ctypes.c_int64, (N, S, K, C)),
-        ctypes.c_int(torch.get_num_threads()),
+        threads(),
     )
     return y_NSC if done else None
 

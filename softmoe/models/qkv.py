@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from softmoe.compiled import address, library_of, threads, worth_it, worth_it_backward
+from softmoe.compiled import address, library_of, loaded, threads, worth_it, worth_it_backward
 
 WIDTHS = range(16, 129, 16)
 
@@ -55,13 +55,13 @@ class _Split(torch.autograd.Function):
         given = _Given(qkv_BMC, query_E, key_E)
         ctx.save_for_backward(*given)
         ctx.heads, ctx.eps = heads, eps
-        return (*_forward(_loaded(), given, heads, eps), _views(qkv_BMC, heads)[2])
+        return (*_forward(loaded(_library()), given, heads, eps), _views(qkv_BMC, heads)[2])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         given = _Given(*ctx.saved_tensors)
         if worth_it_backward(*gradients):
-            return (*_backward(_loaded(), given, gradients, ctx.eps), None, None)
+            return (*_backward(loaded(_library()), given, gradients, ctx.eps), None, None)
         needed, derived = ctx.needs_input_grad[:3], torch.is_grad_enabled()
         with torch.enable_grad():
             outputs = _plain(given, ctx.heads, ctx.eps)
@@ -96,12 +96,6 @@ def _backward(
 def _sizes(like_BMAE: Tensor, eps: tuple[float, float]) -> tuple[Any, ...]:
     B, M, A, E = like_BMAE.shape
     return (*map(ctypes.c_int64, (B * M, A, E)), *map(ctypes.c_float, eps), threads())
-
-
-def _loaded() -> ctypes.CDLL:
-    library = _library()
-    assert isinstance(library, ctypes.CDLL), library
-    return library
 
 
 @cache

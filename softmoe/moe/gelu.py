@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from softmoe.compiled import address, library_of, threads, worth_it, worth_it_backward
+from softmoe.compiled import address, library_of, loaded, threads, worth_it, worth_it_backward
 
 ACTIVATIONS = {"gelu_tanh": "tanh", "gelu": "none"}  # name -> torch's word for how the error function is computed
 
@@ -41,9 +41,7 @@ class _Gelu(torch.autograd.Function):
 
 
 def _call(name: str, *inputs: Tensor) -> Tensor:
-    library = _library()
-    assert isinstance(library, ctypes.CDLL), library
-    return _pass(library, name, *inputs)
+    return _pass(loaded(_library()), name, *inputs)
 
 
 def _pass(library: ctypes.CDLL, name: str, *inputs: Tensor) -> Tensor:

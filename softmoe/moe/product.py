@@ -68,7 +68,7 @@ def batched_linear(
     if torch.amp.autocast_mode.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         x_NSI, w, b_NO = x_NSI.to(dtype), w.to(dtype), b_NO.to(dtype)
-    if pool is not None:
+    if pool is not None and rows.serve(x_NSI, w, b_NO):
         x_NSI = x_NSI.contiguous()  # once, for both passes
     return _BatchedLinear.apply(x_NSI, w, b_NO, transposed, pool)  # pyright: ignore[reportReturnType]
 
@@ -97,10 +97,11 @@ class _BatchedLinear(torch.autograd.Function):
         x_NSI, w = ctx.saved_tensors
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
         pool = None if torch.is_grad_enabled() else ctx.pool  # a gradient that may itself be derived is not reused
-        dy_NSO = dy_NSO if pool is None else dy_NSO.contiguous()
+        served = pool is not None and rows.serve(x_NSI, w, dy_NSO)
+        dy_NSO = dy_NSO.contiguous() if served else dy_NSO
         left, right = (dy_NSO, x_NSI) if ctx.transposed else (x_NSI, dy_NSO)
         dx_NSI = dw = None
-        if pool is not None and rows.serve(x_NSI, w, dy_NSO):
+        if pool is not None and served:
             if needs_x:
                 dx_NSI = rows.across(dy_NSO, w) if ctx.transposed else rows.along(dy_NSO, w)
             if needs_w:

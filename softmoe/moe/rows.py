@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from softmoe.compiled import address, library_of, threads
+from softmoe.compiled import address, library_of, loaded, plain, threads
 
 MOST = 32
 """Rows; with more, the usual products have enough to do while they read."""
@@ -24,8 +24,7 @@ def serve(x_NSK: Tensor, w: Tensor, *others: Tensor) -> bool:
         x_NSK.shape[1] <= MOST
         and w.nbytes >= LARGE
         and w.shape[2] % LANES == 0
-        and type(x_NSK) is Tensor
-        and all(t.device.type == "cpu" and t.dtype == torch.float32 for t in (x_NSK, w, *others))
+        and plain(x_NSK, w, *others)
         and w.is_contiguous()
         and isinstance(_library(), ctypes.CDLL)
     )
@@ -44,11 +43,11 @@ def along(x_NSQ: Tensor, w_NPQ: Tensor, bias_NP: Tensor | None = None) -> Tensor
 def outer(a_NSP: Tensor, b_NSQ: Tensor, out_NPQ: Tensor) -> float:
     """a^T b, written to `out`, which begins at a multiple of 64 bytes. Returns the sum of its squares."""
     assert out_NPQ.data_ptr() % 64 == 0
-    return _outer(_loaded(), a_NSP, b_NSQ, out_NPQ)
+    return _outer(loaded(_library()), a_NSP, b_NSQ, out_NPQ)
 
 
 def _read(name: str, x: Tensor, w: Tensor, bias: Tensor | None, width: int) -> Tensor:
-    return _product(getattr(_loaded(), name), x, w, bias, width)
+    return _product(getattr(loaded(_library()), name), x, w, bias, width)
 
 
 def _product(function: Callable[..., Any], x: Tensor, w: Tensor, bias: Tensor | None, width: int) -> Tensor:
@@ -68,12 +67,6 @@ def _outer(library: ctypes.CDLL, a: Tensor, b: Tensor, out: Tensor) -> float:
     return function(address(a), address(b), address(out), *map(ctypes.c_int64, sizes), threads())
 
 
-def _loaded() -> ctypes.CDLL:
-    library = _library()
-    assert isinstance(library, ctypes.CDLL), library
-    return library
-
-
 @cache
 def _library() -> ctypes.CDLL | str:
     return library_of(Path(__file__).with_name("rows.cpp"), _right)
@@ -87,10 +80,10 @@ def _right(library: ctypes.CDLL) -> bool:
     back = _product(library.along, y, w, None, 6)
     gradient = torch.empty_like(w)
     squares = _outer(library, x, y, gradient)
-    plain = x @ w + w[:, :1]
+    exact = x @ w + w[:, :1]
     return (
-        torch.equal(y, plain)
-        and torch.equal(back, plain @ w.transpose(1, 2))
-        and torch.equal(gradient, x.transpose(1, 2) @ plain)
+        torch.equal(y, exact)
+        and torch.equal(back, exact @ w.transpose(1, 2))
+        and torch.equal(gradient, x.transpose(1, 2) @ exact)
         and squares == gradient.square().sum().item()
     )

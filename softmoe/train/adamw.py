@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from softmoe.compiled import address, library_of
+from softmoe.compiled import address, library_of, threads
 from softmoe.parallel import local
 
 PIECE = 1 << 20  # numbers updated at a time
@@ -122,7 +122,7 @@ def in_one_pass(library: ctypes.CDLL, flat: Flat, noise: Tensor, seed: tuple[int
         *map(address, (*flat, noise)),
         *map(ctypes.c_int64, (flat.weight.numel(), len(noise) - _SHIFTS, _SHIFTS, *seed)),
         *map(ctypes.c_float, settings),
-        ctypes.c_int(torch.get_num_threads()),
+        threads(),
     )
 
 
