@@ -8,6 +8,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -23,6 +24,9 @@ from softmoe.machine import cache_folder
 
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-fno-math-errno", "-Wno-psabi")
 _NATIVE = ("-march=native",)
+_INCLUDE = re.compile(r'^#include "(.+)"', re.MULTILINE)
+LANES = 16
+"""Numbers that the compiled loops take at a time."""
 LARGE = 1 << 22
 """Bytes; where less is passed over, calling takes the time."""
 
@@ -53,7 +57,7 @@ def build(source: Path, native: tuple[str, ...] = _NATIVE) -> Path:
     compiler = next((c for c in (os.environ.get("CXX"), "g++", "clang++", "c++") if c and shutil.which(c)), None)
     if compiler is None:
         raise CannotBuild("no C++ compiler was found (g++ or clang++)")
-    said = "\0".join([source.read_text(), compiler, *_FLAGS, *native, platform.machine(), processor()])
+    said = "\0".join([*_texts(source), compiler, *_FLAGS, *native, platform.machine(), processor()])
     key = hashlib.blake2b(said.encode(), digest_size=12).hexdigest()
     target = cache_folder() / "kernels" / f"{source.stem}-{key}.so"
     if target.exists():
@@ -78,6 +82,12 @@ def build(source: Path, native: tuple[str, ...] = _NATIVE) -> Path:
     return target
 
 
+def _texts(source: Path) -> list[str]:
+    """Of a file, and of those beside it that it includes."""
+    text = source.read_text()
+    return [text, *(t for name in _INCLUDE.findall(text) for t in _texts(source.parent / name))]
+
+
 def processor() -> str:
     """What -march=native looks at; a cache folder may be shared by different machines."""
     try:
@@ -97,14 +107,15 @@ def threads() -> ctypes.c_int:
     return ctypes.c_int(torch.get_num_threads())
 
 
-def worth_it(x: Tensor, *others: Tensor) -> bool:
-    """Whether a compiled pass over x may stand for torch's: in a training step, on more numbers than a cache holds,
-    and all plain float32 tensors on a CPU, each in one piece."""
+def worth_it(x: Tensor, *others: Tensor, times: int = 1) -> bool:
+    """Whether a compiled pass over `times` as much as x may stand for torch's: in a training step, on more numbers than
+    a cache holds, and all plain float32 tensors on a CPU, each in one piece."""
     return (
         _unseen()
         and torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
         and x.requires_grad
-        and x.nbytes > LARGE
+        and times * x.nbytes > LARGE
         and plain(x, *others)
         and all(t.is_contiguous() and forward_ad.unpack_dual(t).tangent is None for t in (x, *others))
     )
@@ -123,9 +134,10 @@ def worth_it_backward(*gradients: Tensor) -> bool:
 
 
 def _unseen() -> bool:
-    """Nobody compiles, traces or transforms what is computed now: they do not see into compiled code."""
+    """Nobody compiles, traces, transforms or counts what is computed now: they do not see into compiled code."""
     return not (
         torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
         or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
         or torch._C._are_functorch_transforms_active()
     )

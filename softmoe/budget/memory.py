@@ -1,8 +1,9 @@
 """`memory`: an estimate of the bytes of training, before anything runs.
 
 Weights, gradients and optimizer state are exact. Activations are the tensors that autograd keeps for the backward pass,
-by formula: what eager PyTorch keeps on a CPU with its fused attention. Not in it: short-lived temporaries, the
-allocator's waste, the copies that compiled or distributed programs make. Letters: see shapes.py; B images.
+by formula: what eager PyTorch keeps on a CPU with its fused attention (large ones there are ours, which keeps less). Not
+in it: short-lived temporaries, the allocator's waste, the copies that compiled or distributed programs make. Letters: see
+shapes.py; B images.
 """
 
 from dataclasses import dataclass
@@ -46,7 +47,8 @@ def memory(
 
     4 bytes are float32, 2 are float16 or bfloat16. 4-byte weights with 2-byte activations is autocast, which also
     keeps a 2-byte copy of the weights. `state_bytes` is of one number of the optimizer's state (None: as the weights).
-    With updates `in_backward` the gradients are those of the largest parameter, and few smaller ones.
+    With updates `in_backward` the gradients are those of the largest parameter, and few smaller ones; of two such
+    parameters with a small state, whose updates run beside the pass.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
@@ -57,8 +59,10 @@ def memory(
     if activation_bytes < weight_bytes:
         activations += params * activation_bytes
     weights = params * weight_bytes
-    gradients = min(weights, largest_parameter(config) * weight_bytes + WAITING) if in_backward else weights
-    states = OPTIMIZER_STATES[optimizer] * params * (weight_bytes if state_bytes is None else state_bytes)
+    state_bytes = weight_bytes if state_bytes is None else state_bytes
+    at_once = (1 if state_bytes == weight_bytes else 2) * largest_parameter(config) * weight_bytes + WAITING
+    gradients = min(weights, at_once) if in_backward else weights
+    states = OPTIMIZER_STATES[optimizer] * params * state_bytes
     return Memory(weights, gradients, states, activations)
 
 

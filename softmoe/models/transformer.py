@@ -1,15 +1,14 @@
 """Pre-norm transformer blocks; any (B, M, D) -> (B, M, D) module stands where the MLP stands.
 
-Letters: B sequences, M tokens, D width, A heads, E head width.
+Letters: B sequences, M tokens, D width.
 """
 
 from collections.abc import Callable
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from softmoe.models.qkv import split_heads
+from softmoe.models.attention import Layers, attend
 from softmoe.moe import MoE
 from softmoe.moe.gelu import check_activation, gelu
 from softmoe.moe.init import normal_, xavier_uniform_
@@ -42,13 +41,8 @@ class Attention(nn.Module):
             nn.init.zeros_(linear.bias)
 
     def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> Tensor:
-        parts = split_heads(self.qkv(x_BMD), self.heads, self.query_norm, self.key_norm)
-        mixed_BAME = F.scaled_dot_product_attention(
-            *(part_BMAE.transpose(1, 2) for part_BMAE in parts),
-            attn_mask=None if mask is None else mask[:, None, None, :],
-            dropout_p=self.dropout if self.training else 0.0,
-        )
-        return self.out(mixed_BAME.transpose(1, 2).flatten(2))
+        layers = Layers(self.qkv, self.query_norm, self.key_norm)
+        return self.out(attend(x_BMD, layers, self.heads, mask, self.dropout if self.training else 0.0))
 
 
 class MLP(nn.Module):

@@ -7,12 +7,18 @@ each gradient anew, hundreds of megabytes whose pages the system must clear befo
 an expert, in training on a CPU, the products are those of rows.cpp.
 """
 
+from collections import deque
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from softmoe.moe import rows
+
+OUT = 2
+"""Gradients of one shape that are written or used up at the same time."""
+_Kind = tuple[torch.Size, torch.dtype, torch.device]
 
 
 class GradientPool:
@@ -24,17 +30,29 @@ class GradientPool:
     """
 
     def __init__(self) -> None:
-        self._free: dict[tuple[torch.Size, torch.dtype, torch.device], list[Tensor]] = {}
+        self._free: dict[_Kind, list[Tensor]] = {}
+        self._coming: dict[_Kind, deque[tuple[Tensor, Future[None]]]] = {}
         self._squares: dict[int, tuple[Tensor, int, float] | None] = {}
         """Of a weight, by address: its gradient, the gradient's version and the sum of its squares; None if it got
         several gradients."""
 
     def take(self, shape: torch.Size, like: Tensor) -> Tensor:
-        free = self._free.get((shape, like.dtype, like.device))
+        """Rather than have more than OUT of a kind, it waits for the first that is still used."""
+        key = (shape, like.dtype, like.device)
+        free, coming = self._free.setdefault(key, []), self._coming.setdefault(key, deque())
+        while coming and (coming[0][1].done() or (not free and len(coming) >= OUT)):
+            gradient, done = coming.popleft()
+            done.exception()  # waits; whoever started it raises it
+            free.append(gradient)
         return free.pop() if free else torch.empty(shape, dtype=like.dtype, device=like.device)
 
-    def give(self, gradient: Tensor) -> None:
-        self._free.setdefault((gradient.shape, gradient.dtype, gradient.device), []).append(gradient)
+    def give(self, gradient: Tensor, after: Future[None] | None = None) -> None:
+        """It may be used again, or may be so `after` something is done."""
+        key = (gradient.shape, gradient.dtype, gradient.device)
+        if after is None:
+            self._free.setdefault(key, []).append(gradient)
+        else:
+            self._coming.setdefault(key, deque()).append((gradient, after))
 
     def forget(self) -> None:
         """The sums: their gradients are done with."""

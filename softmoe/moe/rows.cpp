@@ -12,26 +12,15 @@
 #include <cstring>
 #include <numeric>
 #include <vector>
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
+
+#include "../vectors.h"
 
 namespace {
 
-constexpr int LANES = 16, ROWS = 8, WIDE = 3;
+constexpr int ROWS = 8, WIDE = 3;
 constexpr int64_t LINES = 32;  // of w, that are read together: they stay in the second cache
 constexpr int64_t SPAN = 512;  // numbers of a line that are written together: the rows' parts stay in the first cache
 constexpr int64_t SPAN_OF_MORE = 192;  // the same for more than ROWS rows
-
-typedef float Floats __attribute__((vector_size(64)));
-
-inline Floats load(const float* p) {
-    Floats values;
-    std::memcpy(&values, p, sizeof values);
-    return values;
-}
-
-inline void store(float* p, Floats values) { std::memcpy(p, &values, sizeof values); }
 
 // Past the caches: a gradient is next read when they have long forgotten it.
 inline void store_far(float* p, Floats values) {
@@ -45,18 +34,6 @@ inline void store_far(float* p, Floats values) {
 inline void end_of_far_stores() {
 #if defined(__AVX512F__)
     _mm_sfence();
-#endif
-}
-
-inline float sum(Floats values) {
-#if defined(__AVX512F__)
-    return _mm512_reduce_add_ps((__m512)values);
-#else
-    float parts[LANES];
-    std::memcpy(parts, &values, sizeof values);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) parts[i] += parts[i + width];
-    return parts[0];
 #endif
 }
 

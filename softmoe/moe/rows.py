@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from softmoe.compiled import address, library_of, loaded, plain, threads
+from softmoe.compiled import LANES, address, library_of, loaded, plain, threads
 
 MOST = 32
 """Rows; with more, the usual products have enough to do while they read."""
 LARGE = 1 << 25
 """Bytes of all weights; smaller ones may stay in a cache."""
-LANES = 16
 
 
 def serve(x_NSK: Tensor, w: Tensor, *others: Tensor) -> bool:

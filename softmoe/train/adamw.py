@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from softmoe.compiled import address, library_of, threads
+from softmoe.compiled import address, library_of
 from softmoe.parallel import local
 
 PIECE = 1 << 20  # numbers updated at a time
@@ -53,29 +53,36 @@ class CompactAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._room: dict[torch.device, _Room] = {}
 
-    @torch.no_grad()
     def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.update(self.arrived(), torch.get_num_threads())
+
+    def arrived(self) -> dict[Tensor, Tensor]:
+        """The parameters that have gradients, and those."""
+        return {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
+
+    @torch.no_grad()
+    def update(self, gradients: Mapping[Tensor, Tensor], threads: int) -> None:
+        """A step of those parameters alone; it asks for no `grad`, so others may get theirs meanwhile."""
         index = 0
         for group in self.param_groups:
             for parameter in group["params"]:
                 index += 1
-                if parameter.grad is not None:
-                    self._update(parameter, index, group)
+                if parameter in gradients:
+                    self._update(parameter, gradients[parameter], index, group, threads)
 
-    def _update(self, parameter: Tensor, index: int, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, gradient: Tensor, index: int, group: dict[str, Any], threads: int) -> None:
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), device=parameter.device)
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
         state["step"] += 1
-        assert parameter.grad is not None
         weight, first, second = (local(t).view(-1) for t in (parameter, state["exp_avg"], state["exp_avg_sq"]))
-        flat = Flat(weight, local(parameter.grad).reshape(-1), first, second)
+        flat = Flat(weight, local(gradient).reshape(-1), first, second)
         room = self._room.get(weight.device) or self._room.setdefault(weight.device, _Room(weight.device))
         library = kernel() if weight.device.type == "cpu" else None
         if isinstance(library, ctypes.CDLL) and weight.dtype == flat.gradient.dtype == torch.float32:
-            in_one_pass(library, flat, room.numbers, (int(state["step"]), index), group)
+            in_one_pass(library, flat, room.numbers, (int(state["step"]), index), group, threads)
         else:
             in_pieces(flat, room, state["step"], index, group)
 
@@ -101,11 +108,13 @@ def _right(library: ctypes.CDLL) -> bool:
     """A weight of 1 and a first gradient of 2: both moments are exact, and the step is one rate."""
     flat = Flat(torch.ones(40), torch.full((40,), 2.0), *torch.zeros(2, 40, dtype=torch.bfloat16))
     group = {"lr": 0.25, "betas": (0.5, 0.75), "eps": 0.0, "weight_decay": 0.0}
-    in_one_pass(library, flat, torch.zeros(40 + _SHIFTS, dtype=torch.int32), (1, 1), group)
+    in_one_pass(library, flat, torch.zeros(40 + _SHIFTS, dtype=torch.int32), (1, 1), group, 1)
     return bool((flat.weight == 0.75).all() and (flat.first == 1).all() and (flat.second == 1).all())
 
 
-def in_one_pass(library: ctypes.CDLL, flat: Flat, noise: Tensor, seed: tuple[int, int], group: dict[str, Any]) -> None:
+def in_one_pass(
+    library: ctypes.CDLL, flat: Flat, noise: Tensor, seed: tuple[int, int], group: dict[str, Any], threads: int
+) -> None:
     """`seed` is the number of the step and that of the parameter."""
     beta1, beta2 = group["betas"]
     step, rate = seed[0], group["lr"]
@@ -122,7 +131,7 @@ def in_one_pass(library: ctypes.CDLL, flat: Flat, noise: Tensor, seed: tuple[int
         *map(address, (*flat, noise)),
         *map(ctypes.c_int64, (flat.weight.numel(), len(noise) - _SHIFTS, _SHIFTS, *seed)),
         *map(ctypes.c_float, settings),
-        threads(),
+        ctypes.c_int(threads),
     )
 
 

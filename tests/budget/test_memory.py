@@ -75,6 +75,7 @@ def test_small_states_and_updates_in_the_backward_pass() -> None:
     many = replace(BASE, moe=MoEConfig("soft", 2048))
     largest = max(p.numel() for p in _on_meta(many).parameters())
     assert memory(many, 1, in_backward=True).gradients == 4 * largest + WAITING
+    assert memory(many, 1, in_backward=True, state_bytes=2).gradients == 8 * largest + WAITING  # two at work
 
 
 def _on_meta(config: ViTConfig) -> VisionTransformer:

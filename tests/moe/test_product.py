@@ -1,6 +1,8 @@
 """The experts' products against the plain expression."""
 
+from concurrent.futures import Future
 from functools import partial
+from threading import Timer
 
 import pytest
 import torch
@@ -67,3 +69,20 @@ def test_the_pool_hands_out_what_came_back():
     assert pool.take(gradient.shape, gradient.double()) is not gradient
     assert pool.take(gradient.shape, gradient) is gradient
     assert pool.take(gradient.shape, gradient) is not gradient
+
+
+def test_memory_that_is_still_used_is_waited_for() -> None:
+    """A second gradient is made beside the first; the third takes the place of the first when that is done."""
+    pool, like, shape = GradientPool(), torch.empty(0), torch.Size((2, 3))
+    first, second = pool.take(shape, like), pool.take(shape, like)
+    done: list[Future[None]] = [Future(), Future()]
+    pool.give(first, done[0])
+    pool.give(second, done[1])
+    timer = Timer(0.2, lambda: done[0].set_result(None))
+    timer.start()
+    third = pool.take(shape, like)
+    assert done[0].done(), "it did not wait"
+    assert third is first
+    assert pool.take(shape, like) is not second
+    done[1].set_exception(MemoryError())  # whoever started it hears of it; the memory is free
+    assert pool.take(shape, like) is second

@@ -1,5 +1,6 @@
 """Updates during the backward pass, against updates after it."""
 
+from threading import Event
 from typing import Any
 
 import pytest
@@ -8,7 +9,9 @@ from torch import nn
 from train.same_run import final_state
 
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
+from softmoe.moe import product
 from softmoe.train import in_backward, train
+from softmoe.train.adamw import CompactAdamW, kernel
 from softmoe.train.config import OptimSection, TrainConfig
 from softmoe.train.in_backward import InBackward, Released
 from softmoe.train.objectives import make_objective
@@ -78,6 +81,52 @@ def test_experts_gradients_use_their_memory_again() -> None:
     assert len(places[0]) == len(weights) == 2
     for one, other in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)  # pyright: ignore[reportArgumentType]
+
+
+def compact(model: nn.Module) -> InBackward:
+    optimizer = make_optimizer(model, OptimSection(states="bfloat16"))
+    set_learning_rate(optimizer, 1e-3)
+    return InBackward(optimizer, Released(optimizer, model))
+
+
+@pytest.mark.skipif(isinstance(kernel(), str), reason=f"not compiled: {kernel()}")
+def test_compiled_updates_run_beside_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one waits for what happens after the pass; `finish` waits for all."""
+    torch.set_num_threads(2)
+    monkeypatch.setattr(in_backward, "LIMIT", 1)
+    monkeypatch.setattr(product, "OUT", 1 << 30)  # or the pass would wait in its turn
+    passed, update, calls = Event(), CompactAdamW.update, []
+
+    def slow(self: CompactAdamW, gradients: dict[torch.Tensor, torch.Tensor], threads: int) -> None:
+        assert passed.wait(60)
+        calls.append(threads)
+        update(self, gradients, threads)
+
+    monkeypatch.setattr(CompactAdamW, "update", slow)
+    model = small()
+    before = [p.detach().clone() for p in model.parameters()]
+    inside = compact(model)
+    model(torch.randn(2, 3, 8, 8)).square().sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    passed.set()
+    inside.finish()
+    assert calls == [1] * len(before)
+    assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.skipif(isinstance(kernel(), str), reason=f"not compiled: {kernel()}")
+def test_an_update_that_fails_beside_the_pass_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(2)
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("no room for the moments")
+
+    monkeypatch.setattr(CompactAdamW, "update", fail)
+    model = small()
+    inside = compact(model)
+    model(torch.randn(2, 3, 8, 8)).square().sum().backward()
+    with pytest.raises(MemoryError, match="no room"):
+        inside.finish()
 
 
 def test_a_loss_that_is_not_finite_changes_nothing(make_config) -> None:

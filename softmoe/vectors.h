@@ -1,0 +1,51 @@
+// What the compiled passes have in common: 16 numbers at a time, and the exponential.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+constexpr int LANES = 16;
+typedef float Floats __attribute__((vector_size(64)));
+
+typedef Floats Anywhere __attribute__((aligned(4), may_alias));  // in memory
+
+inline Floats load(const float* p) { return *reinterpret_cast<const Anywhere*>(p); }
+
+inline void store(float* p, Floats values) { *reinterpret_cast<Anywhere*>(p) = values; }
+
+inline float sum(Floats values) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)values);
+#else
+    float parts[LANES];
+    std::memcpy(parts, &values, sizeof values);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) parts[i] += parts[i + width];
+    return parts[0];
+#endif
+}
+
+// Within two units of the last place, in loops that a compiler turns into vectors. Above 88 it is that of 88, below -87
+// zero: the exact one is no normal number there.
+inline float exponential(float x) {
+    const bool tiny = x < -87.0f;
+    x = tiny ? -87.0f : x;
+    x = x > 88.0f ? 88.0f : x;
+    constexpr float ROUND = 12582912.0f;  // added and taken away, it leaves a whole number
+    const float n = (x * 1.44269504f + ROUND) - ROUND;
+    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // log 2 in two parts: the first product is exact
+    float p = 1.0f / 5040;
+    p = p * r + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
+    float power;
+    std::memcpy(&power, &bits, sizeof power);
+    return tiny ? 0.0f : p * power;
+}
