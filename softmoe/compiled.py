@@ -26,7 +26,7 @@ _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-fno-math-errno"
 _NATIVE = ("-march=native",)
 _INCLUDE = re.compile(r'^#include "(.+)"', re.MULTILINE)
 LANES = 16
-"""Numbers that the compiled loops take at a time."""
+"""Numbers in the widest vector that the compiled loops use."""
 LARGE = 1 << 22
 """Bytes; where less is passed over, calling takes the time."""
 

@@ -1,13 +1,25 @@
-// What the compiled passes have in common: 16 numbers at a time, and the exponential.
+// What the compiled passes have in common: a vector of numbers, as wide as the processor's, how many
+// of them it holds, and the exponential.
 #pragma once
 #include <cstdint>
 #include <cstring>
-#if defined(__AVX512F__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
+#if defined(__AVX512F__)
 constexpr int LANES = 16;
-typedef float Floats __attribute__((vector_size(64)));
+#elif defined(__AVX__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int REGISTERS = 32;
+#else
+constexpr int REGISTERS = 16;
+#endif
+typedef float Floats __attribute__((vector_size(LANES * sizeof(float))));
 
 typedef Floats Anywhere __attribute__((aligned(4), may_alias));  // in memory
 

@@ -6,58 +6,41 @@
 // many that of the multiplications. Nothing is ever unpacked into memory.
 #include <cstdint>
 #include <cstring>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+
+#include "../vectors.h"
 
 namespace {
 
-constexpr int LANES = 16, VECTORS = 4, PANEL = LANES * VECTORS, ROWS = 6;
+constexpr int PANEL = 64, VECTORS = PANEL / LANES, ROWS = 6;
 [[maybe_unused]] constexpr int BYTE_ROWS = 4;  // with more, GCC 12 moves the sums to the stack and back
 
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32)));
-typedef int8_t Bytes __attribute__((vector_size(16)));
+typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
+typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
+typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+typedef int8_t Bytes __attribute__((vector_size(LANES)));
 
+using ::load;
 struct Float16 { uint16_t bits; };
 struct BFloat16 { uint16_t bits; };
-
-inline Floats load(const float* p) {
-    Floats values;
-    std::memcpy(&values, p, sizeof values);
-    return values;
-}
 
 inline Floats load(const BFloat16* p) {
     Halves bits;
     std::memcpy(&bits, p, sizeof bits);
-    Words words = __builtin_convertvector(bits, Words) << 16;
-    Floats values;
-    std::memcpy(&values, &words, sizeof values);
-    return values;
+    return (Floats)(__builtin_convertvector(bits, Words) << 16);
 }
 
 // Compilers turn the portable forms below into long sequences; where the processor has one instruction, it is named.
 inline Floats load(const Float16* p) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
-#elif defined(__AVX2__) && defined(__F16C__)
-    const __m128i* q = (const __m128i*)p;
-    __m256 both[2] = {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
-    Floats values;
-    std::memcpy(&values, both, sizeof values);
-    return values;
+#elif defined(__F16C__)
+    return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
 #else
     // Exponent and fraction move into place; the factor mends the exponent's bias, and subnormal numbers with it.
     Halves bits;
     std::memcpy(&bits, p, sizeof bits);
-    Words wide = __builtin_convertvector(bits, Words);
-    Words words = ((wide & 0x7fff) << 13) | ((wide & 0x8000) << 16);
-    Floats values;
-    std::memcpy(&values, &words, sizeof values);
-    return values * 0x1p112f;
+    const Words wide = __builtin_convertvector(bits, Words);
+    return (Floats)(((wide & 0x7fff) << 13) | ((wide & 0x8000) << 16)) * 0x1p112f;
 #endif
 }
 
@@ -65,11 +48,7 @@ inline Floats load(const int8_t* p) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 #elif defined(__AVX2__)
-    __m256 both[2] = {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))),
-                      _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8))))};
-    Floats values;
-    std::memcpy(&values, both, sizeof values);
-    return values;
+    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 #else
     Bytes bytes;
     std::memcpy(&bytes, p, sizeof bytes);
@@ -77,23 +56,30 @@ inline Floats load(const int8_t* p) {
 #endif
 }
 
+// Vectors of a panel that R rows take at a time, such that their sums stay in registers.
+constexpr int wide(int R) { return REGISTERS == 32 ? 4 : R == 1 ? 8 : R == 2 ? 4 : 2; }
+
 // R rows of x against one panel. scale may be null; only `width` outputs of the panel are real.
 template <int R, class W>
 void tile(const float* x, const W* panel, int64_t K, const float* scale, const float* bias, float* y, int64_t C,
           int width) {
-    Floats sums[R][VECTORS] = {};
-    for (int64_t k = 0; k < K; k++) {
-        Floats weights[VECTORS];
-        for (int v = 0; v < VECTORS; v++) weights[v] = load(panel + k * PANEL + v * LANES);
-        for (int r = 0; r < R; r++) {
-            const float value = x[r * K + k];
-            for (int v = 0; v < VECTORS; v++) sums[r][v] += weights[v] * value;
+    constexpr int V = wide(R);
+    for (int first = 0; first < width; first += V * LANES) {
+        Floats sums[R][V];
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < V; v++) sums[r][v] = Floats{};
+        for (int64_t k = 0; k < K; k++) {
+            Floats weights[V];
+            for (int v = 0; v < V; v++) weights[v] = load(panel + k * PANEL + first + v * LANES);
+            for (int r = 0; r < R; r++)
+                for (int v = 0; v < V; v++) sums[r][v] += weights[v] * x[r * K + k];
         }
-    }
-    for (int r = 0; r < R; r++) {
-        float row[PANEL];
-        for (int v = 0; v < VECTORS; v++) std::memcpy(row + v * LANES, &sums[r][v], sizeof(Floats));
-        for (int c = 0; c < width; c++) y[r * C + c] = row[c] * (scale ? scale[c] : 1.0f) + bias[c];
+        for (int r = 0; r < R; r++) {
+            float row[V * LANES];
+            for (int v = 0; v < V; v++) store(row + v * LANES, sums[r][v]);
+            for (int c = 0; c < V * LANES && first + c < width; c++)
+                y[r * C + first + c] = row[c] * (scale ? scale[first + c] : 1.0f) + bias[first + c];
+        }
     }
 }
 

@@ -13,11 +13,7 @@
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int ROWS = 6, WIDE = 4;  // of a tile whose sums stay in registers; as vectors
-#else
-constexpr int ROWS = 6, WIDE = 1;
-#endif
+constexpr int ROWS = 6, WIDE = REGISTERS == 32 ? 4 : 2;  // of a tile whose sums stay in registers; vectors
 constexpr int64_t QUERIES = 66;  // that are weighed together
 constexpr int64_t AHEAD = 8;     // rows
 constexpr int64_t WIDEST = 256;
@@ -126,7 +122,7 @@ struct Sizes {
     int64_t width() const { return A * E; }
 };
 
-// Where one thread works on one head, at multiples of 64 bytes.
+// Where one thread works on one head; every part begins at a multiple of a vector.
 class Room {
     std::vector<float> memory;
     float* next;

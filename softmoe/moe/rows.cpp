@@ -7,7 +7,8 @@
 //   along    y (N, S, P) = x (N, S, Q) w^T + bias (N, P)
 //   outer    w (N, P, Q) = a^T b, a is (N, S, P), b is (N, S, Q)
 //
-// A bias may be null. Up to eight rows share each number of w that is read; their 24 sums stay in registers.
+// A bias may be null. Up to eight rows share each number of w that is read; their sums, 24 vectors, stay in registers
+// (with half of the registers, four rows and 12).
 #include <cstdint>
 #include <cstring>
 #include <numeric>
@@ -17,7 +18,7 @@
 
 namespace {
 
-constexpr int ROWS = 8, WIDE = 3;
+constexpr int ROWS = REGISTERS == 32 ? 8 : 4, WIDE = 3;
 constexpr int64_t LINES = 32;  // of w, that are read together: they stay in the second cache
 constexpr int64_t SPAN = 512;  // numbers of a line that are written together: the rows' parts stay in the first cache
 constexpr int64_t SPAN_OF_MORE = 192;  // the same for more than ROWS rows
@@ -26,13 +27,17 @@ constexpr int64_t SPAN_OF_MORE = 192;  // the same for more than ROWS rows
 inline void store_far(float* p, Floats values) {
 #if defined(__AVX512F__)
     _mm512_stream_ps(p, (__m512)values);
+#elif defined(__AVX__)
+    _mm256_stream_ps(p, (__m256)values);
+#elif defined(__x86_64__)
+    _mm_stream_ps(p, (__m128)values);
 #else
     store(p, values);
 #endif
 }
 
 inline void end_of_far_stores() {
-#if defined(__AVX512F__)
+#if defined(__x86_64__)
     _mm_sfence();
 #endif
 }
@@ -116,7 +121,7 @@ inline double outer_tile(const float* a, const float* b, float* w, int64_t P, in
 
 template <int S>
 double outer_of(const float* a, const float* b, float* w, int64_t, int64_t P, int64_t Q, int64_t length) {
-    constexpr int J = S <= 4 ? 4 : 2;
+    constexpr int J = S <= 4 && REGISTERS == 32 ? 4 : 2;
     double squares = 0;
     int64_t p = 0;
     for (; p + J <= P; p += J) squares += outer_tile<S, J>(a + p, b, w + p * Q, P, Q, length);

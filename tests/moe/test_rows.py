@@ -1,8 +1,5 @@
 """The compiled products for few rows, against plain float64."""
 
-import ctypes
-import platform
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from softmoe import compiled
 from softmoe.moe import Experts, rows
 from softmoe.moe.product import GradientPool, batched_linear
 from softmoe.train.in_backward import Released
@@ -97,17 +93,6 @@ def test_what_they_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not rows.serve(torch.zeros(2, 4, 3), torch.zeros(2, 3, 33))
     assert not rows.serve(torch.zeros(2, 4, 3), torch.zeros(2, 32, 3).transpose(1, 2))
     assert not rows.serve(torch.zeros(2, 4, 3, device="meta"), w.to("meta"))
-
-
-@needs_compiler
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86")
-@pytest.mark.parametrize("flag", ["-march=x86-64-v3", "-march=x86-64"])
-def test_older_processors(flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The forms for processors with AVX2, and with neither, are right too (this machine can run both)."""
-    if "avx2" not in compiled.processor():
-        pytest.skip("this processor has no AVX2")
-    monkeypatch.setenv("SOFTMOE_CACHE", str(tmp_path))
-    assert rows._right(ctypes.CDLL(str(compiled.build(Path(rows.__file__).with_name("rows.cpp"), (flag,)))))
 
 
 @needs_compiler
