@@ -1,6 +1,5 @@
 """The compiled products for few rows, against plain float64."""
 
-
 import pytest
 import torch
 from hypothesis import given
