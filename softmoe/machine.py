@@ -9,6 +9,8 @@ import warnings
 from functools import cache
 from pathlib import Path
 
+CPUINFO = Path("/proc/cpuinfo")
+
 
 def prepare_environment() -> None:
     """Set the thread, CPU and memory guards. Called when softmoe is imported, before torch is.
@@ -28,19 +30,27 @@ def prepare_environment() -> None:
         os.environ["ONEDNN_MAX_CPU_ISA"] = cap
 
 
-def safe_instruction_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
+def safe_instruction_set(cpuinfo: Path = CPUINFO) -> str | None:
     """The cap oneDNN needs on this CPU, or None where AMX works or is absent."""
-    try:
-        with cpuinfo.open() as file:
-            first_core = file.read(65536).split("\n\n", 1)[0]
-    except OSError:
-        return None
-    pairs = (line.partition(":") for line in first_core.splitlines())
-    fields = {key.strip(): value.strip() for key, _, value in pairs}
+    fields = _first_core(cpuinfo)
     flags = fields.get("flags", "").split()
     if "amx_tile" not in flags or int(fields.get("cpuid level") or 99) >= 0x1D:
         return None
     return "AVX512_CORE_FP16" if "avx512_fp16" in flags else "AVX512_CORE_BF16"
+
+
+def is_amd(cpuinfo: Path = CPUINFO) -> bool:
+    """Of its float32 products, MKL keeps the fastest for other processors."""
+    return _first_core(cpuinfo).get("vendor_id") == "AuthenticAMD"
+
+
+def _first_core(cpuinfo: Path) -> dict[str, str]:
+    try:
+        with cpuinfo.open() as file:
+            lines = file.read(65536).split("\n\n", 1)[0].splitlines()
+    except OSError:
+        return {}
+    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
 
 
 def cache_folder() -> Path:

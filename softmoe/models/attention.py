@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from softmoe.compiled import LANES, address, library_of, loaded, threads, worth_it, worth_it_backward
+from softmoe.models.dense import product, unheard
 
 WIDEST = 256
 
@@ -34,7 +35,7 @@ def attend(x_BMD: Tensor, layers: Layers, heads: int, mask_BM: Tensor | None = N
     qkv, query_norm, key_norm = layers
     if not dropout and _serves(x_BMD, layers, heads, mask_BM):
         assert qkv.bias is not None
-        given = _Given(F.linear(x_BMD, qkv.weight), qkv.bias, _scale(query_norm), _scale(key_norm))
+        given = _Given(product(x_BMD, qkv.weight), qkv.bias, _scale(query_norm), _scale(key_norm))
         return _Attend.apply(*given, mask_BM, heads, (_eps(query_norm), _eps(key_norm)))  # pyright: ignore[reportReturnType]
     query, key, value = _parts(qkv(x_BMD), heads)
     query, key = query_norm(query).to(value.dtype), key_norm(key).to(value.dtype)
@@ -57,7 +58,7 @@ def _mixed(parts_BMAE: tuple[Tensor, ...], mask_BM: Tensor | None, dropout: floa
 def _serves(x_BMD: Tensor, layers: Layers, heads: int, mask_BM: Tensor | None) -> bool:
     """Whether the compiled pass may stand for the layers: plain ones that no hook listens to."""
     qkv, *norms = layers
-    if not _unheard(qkv, nn.Linear) or qkv.bias is None or not all(map(_known, norms)):
+    if not unheard(qkv, nn.Linear) or qkv.bias is None or not all(map(_known, norms)):
         return False
     width = qkv.out_features // (3 * heads)
     return (
@@ -71,12 +72,7 @@ def _serves(x_BMD: Tensor, layers: Layers, heads: int, mask_BM: Tensor | None) -
 
 
 def _known(norm: nn.Module) -> bool:
-    return _unheard(norm, nn.Identity) or (_unheard(norm, nn.LayerNorm) and getattr(norm, "bias", None) is None)
-
-
-def _unheard(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Of exactly that kind, and nobody will miss its call."""
-    return type(module) is kind and not module._forward_hooks and not module._forward_pre_hooks
+    return unheard(norm, nn.Identity) or (unheard(norm, nn.LayerNorm) and getattr(norm, "bias", None) is None)
 
 
 def _scale(norm: nn.Module) -> Tensor | None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from softmoe.models.attention import Layers, attend
+from softmoe.models.dense import dense
 from softmoe.moe import MoE
 from softmoe.moe.gelu import check_activation, gelu
 from softmoe.moe.init import normal_, xavier_uniform_
@@ -42,7 +43,8 @@ class Attention(nn.Module):
 
     def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> Tensor:
         layers = Layers(self.qkv, self.query_norm, self.key_norm)
-        return self.out(attend(x_BMD, layers, self.heads, mask, self.dropout if self.training else 0.0))
+        mixed_BMD = attend(x_BMD, layers, self.heads, mask, self.dropout if self.training else 0.0)
+        return dense(mixed_BMD, self.out)
 
 
 class MLP(nn.Module):
@@ -62,8 +64,8 @@ class MLP(nn.Module):
             normal_(linear.bias, std=1e-6)
 
     def forward(self, x_BMD: Tensor) -> Tensor:
-        hidden = self.dropout(gelu(self.fc1(x_BMD), self.activation))
-        return self.dropout(self.fc2(hidden))
+        hidden = self.dropout(gelu(dense(x_BMD, self.fc1), self.activation))
+        return self.dropout(dense(hidden, self.fc2))
 
 
 class Block(nn.Module):
