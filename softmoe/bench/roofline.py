@@ -1,4 +1,4 @@
-"""What this machine can do at best: its rate of float32 products and its memory bandwidth, both measured."""
+"""What torch can do on this machine: its rate of float32 products and its memory bandwidth, both measured."""
 
 import os
 import platform
