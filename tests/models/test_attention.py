@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from transforms import TRANSFORMS
 
 from softmoe import compiled
 from softmoe.models import attention as module
@@ -172,23 +173,8 @@ def test_frozen_parameters(passes: list[str]) -> None:
     assert of.qkv.weight.grad is not None
 
 
-def derived_twice(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    x = x.requires_grad_()
-    (first,) = torch.autograd.grad(function(x), x, create_graph=True)
-    return torch.autograd.grad(first.square().sum(), x)[0]
-
-
-def per_sequence(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return torch.func.vmap(torch.func.grad(lambda row: function(row[None])))(x)
-
-
-def batched_backward(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    x = x.requires_grad_()
-    return torch.autograd.grad(function(x), x, torch.tensor([1.0, 2.0]).to(x), is_grads_batched=True)[0]
-
-
 @needs_compiler
-@pytest.mark.parametrize("transform", [derived_twice, per_sequence, batched_backward])
+@pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms_see_what_they_can_derive(passes: list[str], transform: Callable[..., Tensor]) -> None:
     x, of = torch.randn(3, 4, 24), layers(2, 16)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from transforms import TRANSFORMS
 
 from softmoe import compiled
 from softmoe.machine import is_amd
@@ -57,23 +58,8 @@ def test_only_what_is_asked_for(products: list) -> None:
     assert x.grad is not None
 
 
-def derived_twice(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    x = x.requires_grad_()
-    (first,) = torch.autograd.grad(function(x), x, create_graph=True)
-    return torch.autograd.grad(first.square().sum(), x)[0]
-
-
-def per_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return torch.func.vmap(torch.func.grad(lambda row: function(row[None])))(x)
-
-
-def batched_backward(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    x = x.requires_grad_()
-    return torch.autograd.grad(function(x), x, torch.tensor([1.0, 2.0]).to(x), is_grads_batched=True)[0]
-
-
 @needs_product
-@pytest.mark.parametrize("transform", [derived_twice, per_row, batched_backward])
+@pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms_see_what_they_can_derive(products: list, transform: Callable[..., Tensor]) -> None:
     x, layer = torch.randn(3, 4, 8), nn.Linear(8, 6)
     found = transform(lambda x: dense(x, layer).pow(3).sum(), x.clone())
