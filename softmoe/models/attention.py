@@ -58,9 +58,9 @@ def _mixed(parts_BMAE: tuple[Tensor, ...], mask_BM: Tensor | None, dropout: floa
 def _serves(x_BMD: Tensor, layers: Layers, heads: int, mask_BM: Tensor | None) -> bool:
     """Whether the compiled pass may stand for the layers: plain ones that no hook listens to."""
     qkv, *norms = layers
-    if not unheard(qkv, nn.Linear) or qkv.bias is None or not all(map(_known, norms)):
-        return False
     width = qkv.out_features // (3 * heads)
+    if not unheard(qkv, nn.Linear) or qkv.bias is None or not all(_known(norm, width) for norm in norms):
+        return False
     return (
         width % LANES == 0
         and width <= WIDEST
@@ -71,8 +71,15 @@ def _serves(x_BMD: Tensor, layers: Layers, heads: int, mask_BM: Tensor | None) -
     )
 
 
-def _known(norm: nn.Module) -> bool:
-    return unheard(norm, nn.Identity) or (unheard(norm, nn.LayerNorm) and getattr(norm, "bias", None) is None)
+def _known(norm: nn.Module, width: int) -> bool:
+    """None, or that of a head, with a scale and without a bias."""
+    if not isinstance(norm, nn.LayerNorm):
+        return unheard(norm, nn.Identity)
+    return unheard(norm, nn.LayerNorm) and norm.bias is None and _shape(norm) == (width,)
+
+
+def _shape(norm: nn.LayerNorm) -> tuple[int, ...]:
+    return () if norm.weight is None else tuple(norm.weight.shape)
 
 
 def _scale(norm: nn.Module) -> Tensor | None:

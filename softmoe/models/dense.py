@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules import module
 
 from softmoe.compiled import worth_it, worth_it_backward
 from softmoe.machine import is_amd
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def dense(x: Tensor, layer: nn.Module) -> Tensor:
@@ -23,9 +26,11 @@ def dense(x: Tensor, layer: nn.Module) -> Tensor:
     return layer(x)
 
 
-def unheard(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Of exactly that kind, and nobody will miss its call."""
-    return type(module) is kind and not module._forward_hooks and not module._forward_pre_hooks
+def unheard(layer: nn.Module, kind: type[nn.Module]) -> bool:
+    """Of exactly that kind, and nobody will miss its call: it has no hooks and no `forward` of its own."""
+    own = (getattr(layer, name) for name in _HOOKS)
+    everyones = (getattr(module, f"_global{name}") for name in _HOOKS)
+    return type(layer) is kind and "forward" not in vars(layer) and not any(own) and not any(everyones)
 
 
 def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -197,6 +197,8 @@ def test_whoever_listens_is_heard(passes: list[str]) -> None:
         attend(x, of, 2)
     assert heard == [(1, 4, 96), (1, 4, 2, 16), (1, 4, 2, 16)]
     attend(x, layers(2, 16)._replace(query_norm=nn.LayerNorm(16)), 2)
+    attend(x, layers(2, 16)._replace(query_norm=nn.LayerNorm(16, elementwise_affine=False)), 2)
+    attend(x, layers(2, 16)._replace(query_norm=nn.LayerNorm((2, 16), bias=False)), 2)
     attend(x, layers(2, 16)._replace(key_norm=nn.RMSNorm(16)), 2)
     attend(x, layers(2, 16), 2, dropout=0.5)
     attend(x, layers(2, 24), 2)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
 from transforms import TRANSFORMS
 
 from softmoe import compiled
@@ -83,6 +84,15 @@ def test_whoever_listens_is_heard(products: list) -> None:
     layer.register_forward_hook(lambda *args: heard.append(args[2].shape))
     dense(x, layer)
     assert heard == [(1, 4, 8)]
+    layer = nn.Linear(8, 8)
+    layer.register_full_backward_hook(lambda *_: heard.append("backward"))
+    dense(x, layer).sum().backward()
+    with module_hooks.register_module_forward_hook(lambda *_: heard.append("everyone's")):
+        dense(x, nn.Linear(8, 8))
+    layer = nn.Linear(8, 8)
+    layer.forward = lambda input: input * 3
+    assert torch.equal(dense(x, layer), x * 3)
+    assert heard == [(1, 4, 8), "backward", "everyone's"]
     assert torch.equal(dense(x, nn.Identity()), x)
     with torch.autocast("cpu", torch.float16):
         assert dense(x, nn.Linear(8, 8)).dtype == torch.float16
