@@ -23,9 +23,9 @@ WIDEST = 256
 
 
 class Layers(NamedTuple):
-    """Whose parameters an attention has. A norm may be an nn.Identity."""
+    """Whose parameters an attention has: an nn.Linear or what stands in its place, and norms or nn.Identity."""
 
-    qkv: nn.Linear
+    qkv: nn.Module
     query_norm: nn.Module
     key_norm: nn.Module
 
@@ -34,7 +34,7 @@ def attend(x_BMD: Tensor, layers: Layers, heads: int, mask_BM: Tensor | None = N
     """(B, M, D): the heads side by side."""
     qkv, query_norm, key_norm = layers
     if not dropout and _serves(x_BMD, layers, heads, mask_BM):
-        assert qkv.bias is not None
+        assert isinstance(qkv, nn.Linear)
         given = _Given(product(x_BMD, qkv.weight), qkv.bias, _scale(query_norm), _scale(key_norm))
         return _Attend.apply(*given, mask_BM, heads, (_eps(query_norm), _eps(key_norm)))  # pyright: ignore[reportReturnType]
     query, key, value = _parts(qkv(x_BMD), heads)
@@ -58,11 +58,12 @@ def _mixed(parts_BMAE: tuple[Tensor, ...], mask_BM: Tensor | None, dropout: floa
 def _serves(x_BMD: Tensor, layers: Layers, heads: int, mask_BM: Tensor | None) -> bool:
     """Whether the compiled pass may stand for the layers: plain ones that no hook listens to."""
     qkv, *norms = layers
-    width = qkv.out_features // (3 * heads)
-    if not unheard(qkv, nn.Linear) or qkv.bias is None or not all(_known(norm, width) for norm in norms):
+    if not isinstance(qkv, nn.Linear) or not unheard(qkv, nn.Linear) or qkv.bias is None:
         return False
+    width = qkv.out_features // (3 * heads)
     return (
-        width % LANES == 0
+        all(_known(norm, width) for norm in norms)
+        and width % LANES == 0
         and width <= WIDEST
         and x_BMD.dim() == 3
         and (mask_BM is None or (mask_BM.dtype == torch.bool and mask_BM.shape == x_BMD.shape[:2]))

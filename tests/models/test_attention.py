@@ -200,6 +200,7 @@ def test_whoever_listens_is_heard(passes: list[str]) -> None:
     attend(x, layers(2, 16)._replace(query_norm=nn.LayerNorm(16, elementwise_affine=False)), 2)
     attend(x, layers(2, 16)._replace(query_norm=nn.LayerNorm((2, 16), bias=False)), 2)
     attend(x, layers(2, 16)._replace(key_norm=nn.RMSNorm(16)), 2)
+    attend(x, layers(2, 16)._replace(qkv=nn.Sequential(nn.Linear(24, 96))), 2)
     attend(x, layers(2, 16), 2, dropout=0.5)
     attend(x, layers(2, 24), 2)
     with torch.autocast("cpu", torch.float16):
