@@ -32,7 +32,7 @@ def prepare_environment() -> None:
 
 def safe_instruction_set(cpuinfo: Path = CPUINFO) -> str | None:
     """The cap oneDNN needs on this CPU, or None where AMX works or is absent."""
-    fields = _first_core(cpuinfo)
+    fields = first_core(cpuinfo)
     flags = fields.get("flags", "").split()
     if "amx_tile" not in flags or int(fields.get("cpuid level") or 99) >= 0x1D:
         return None
@@ -41,10 +41,11 @@ def safe_instruction_set(cpuinfo: Path = CPUINFO) -> str | None:
 
 def is_amd(cpuinfo: Path = CPUINFO) -> bool:
     """Of its float32 products, MKL keeps the fastest for other processors."""
-    return _first_core(cpuinfo).get("vendor_id") == "AuthenticAMD"
+    return first_core(cpuinfo).get("vendor_id") == "AuthenticAMD"
 
 
-def _first_core(cpuinfo: Path) -> dict[str, str]:
+def first_core(cpuinfo: Path = CPUINFO) -> dict[str, str]:
+    """What Linux says of it."""
     try:
         with cpuinfo.open() as file:
             lines = file.read(65536).split("\n\n", 1)[0].splitlines()

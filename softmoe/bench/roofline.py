@@ -4,12 +4,12 @@ import os
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from softmoe.bench.timing import Timing, interleave
+from softmoe.machine import first_core
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,7 @@ def machine() -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return first_core().get("model name") or platform.processor() or platform.machine()
 
 
 def describe(roofline: Roofline) -> str:

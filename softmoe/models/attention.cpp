@@ -214,7 +214,7 @@ void forward(const Head& head, const float* qkv, float* out, float* logarithms, 
     }
 }
 
-// The gradients of the biases (3, E) and scales (2, E) are added to.
+// The gradients of the biases and scales, (3, E) both, are added to; values have no scale.
 void backward(const Head& head, const float* qkv, const float* out, const float* logarithms, const float* dout,
               float* dqkv, float* dbias, float* dscale, const Room& room) {
     const Sizes s = head.s;

@@ -36,7 +36,8 @@ def attend(x_BMD: Tensor, layers: Layers, heads: int, mask_BM: Tensor | None = N
     if not dropout and _serves(x_BMD, layers, heads, mask_BM):
         assert isinstance(qkv, nn.Linear)
         given = _Given(product(x_BMD, qkv.weight), qkv.bias, _scale(query_norm), _scale(key_norm))
-        return _Attend.apply(*given, mask_BM, heads, (_eps(query_norm), _eps(key_norm)))  # pyright: ignore[reportReturnType]
+        real_BM = None if mask_BM is None else mask_BM.contiguous()
+        return _Attend.apply(*given, real_BM, heads, (_eps(query_norm), _eps(key_norm)))  # pyright: ignore[reportReturnType]
     query, key, value = _parts(qkv(x_BMD), heads)
     query, key = query_norm(query).to(value.dtype), key_norm(key).to(value.dtype)
     return _mixed((query, key, value), mask_BM, dropout)
@@ -58,7 +59,7 @@ def _mixed(parts_BMAE: tuple[Tensor, ...], mask_BM: Tensor | None, dropout: floa
 def _serves(x_BMD: Tensor, layers: Layers, heads: int, mask_BM: Tensor | None) -> bool:
     """Whether the compiled pass may stand for the layers: plain ones that no hook listens to."""
     qkv, *norms = layers
-    if not isinstance(qkv, nn.Linear) or not unheard(qkv, nn.Linear) or qkv.bias is None:
+    if not unheard(qkv, nn.Linear) or qkv.bias is None:
         return False
     width = qkv.out_features // (3 * heads)
     return (
@@ -74,13 +75,9 @@ def _serves(x_BMD: Tensor, layers: Layers, heads: int, mask_BM: Tensor | None) -
 
 def _known(norm: nn.Module, width: int) -> bool:
     """None, or that of a head, with a scale and without a bias."""
-    if not isinstance(norm, nn.LayerNorm):
-        return unheard(norm, nn.Identity)
-    return unheard(norm, nn.LayerNorm) and norm.bias is None and _shape(norm) == (width,)
-
-
-def _shape(norm: nn.LayerNorm) -> tuple[int, ...]:
-    return () if norm.weight is None else tuple(norm.weight.shape)
+    if unheard(norm, nn.LayerNorm):
+        return norm.bias is None and norm.weight is not None and norm.weight.shape == (width,)
+    return unheard(norm, nn.Identity)
 
 
 def _scale(norm: nn.Module) -> Tensor | None:
@@ -150,8 +147,7 @@ def _forward(
     """What is attended, and the logarithms of the softmax' sums."""
     B, M, C = given.qkv_BMC.shape
     out = given.qkv_BMC.new_empty(B, M, C // 3), given.qkv_BMC.new_empty(B, heads, M)
-    real = None if mask_BM is None else mask_BM.contiguous()
-    library.attend(*_addresses(*given, real, *out), *_sizes(given.qkv_BMC, heads, eps))
+    library.attend(*_addresses(*given, mask_BM, *out), *_sizes(given.qkv_BMC, heads, eps))
     return out
 
 
@@ -164,10 +160,9 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     """`results` are what `_forward` found and the gradient of the first."""
     out_BMD, logarithms_BAM, dout_BMD = results
-    real, dout_BMD = None if mask_BM is None else mask_BM.contiguous(), dout_BMD.contiguous()
     small = [None if t is None else torch.zeros_like(t) for t in given[1:]]
     found = (torch.empty_like(given.qkv_BMC), *small)
-    inputs = (*given, real, out_BMD, logarithms_BAM, dout_BMD)
+    inputs = (*given, mask_BM, out_BMD, logarithms_BAM, dout_BMD.contiguous())
     library.attend_backward(*_addresses(*inputs, *found), *_sizes(given.qkv_BMC, logarithms_BAM.shape[1], eps))
     return found
 

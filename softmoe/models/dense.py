@@ -4,7 +4,7 @@ torch's own there are MKL's, which takes a sixth more time for x w^T and dy w, a
 """
 
 from functools import cache
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,19 +14,20 @@ from torch.nn.modules import module
 from softmoe.compiled import worth_it, worth_it_backward
 from softmoe.machine import is_amd
 
+T = TypeVar("T", bound=nn.Module)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def dense(x: Tensor, layer: nn.Module) -> Tensor:
     """layer(x)."""
-    if isinstance(layer, nn.Linear) and unheard(layer, nn.Linear):
+    if unheard(layer, nn.Linear):
         times = max(1, layer.out_features // layer.in_features)
         if x.dim() > 1 and worth_it(x, *layer.parameters(), times=times):
             return product(x, layer.weight, layer.bias)
     return layer(x)
 
 
-def unheard(layer: nn.Module, kind: type[nn.Module]) -> bool:
+def unheard(layer: nn.Module, kind: type[T]) -> TypeGuard[T]:
     """Of exactly that kind, and nobody will miss its call: it has no hooks and no `forward` of its own."""
     own = (getattr(layer, name) for name in _HOOKS)
     everyones = (getattr(module, f"_global{name}") for name in _HOOKS)
