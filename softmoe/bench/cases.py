@@ -1,21 +1,22 @@
-"""The timed cases: the layer against an MLP of as many rows and against peers; whole models.
+"""Compare functions in turn: how a step is made and becomes a row, and the suites of whole and of prepared models.
+
+A prepared model's roofline counts the weights in the bytes they are stored in: int8 must be four times as fast as
+float32 to have the same share. Each of its names says how far the outputs are from the plain model's.
 
 Letters: B images, M tokens, D width, H hidden width, N experts, P slots per expert.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from softmoe.bench.peers import available_peers
-from softmoe.bench.roofline import Probes
+from softmoe.bench.roofline import WORD, Probes, Work, soft_layer
 from softmoe.bench.timing import Timing, interleave
-from softmoe.bench.work import Work, mlp, soft_layer
 from softmoe.budget import cost
+from softmoe.inference import WEIGHTS, Weights, kernel, prepare
 from softmoe.models import create_model
-from softmoe.models.transformer import MLP
 from softmoe.moe import SoftMoE
 
 M, D, H = 196, 384, 1536  # S/16 at 224 pixels
@@ -23,39 +24,29 @@ M, D, H = 196, 384, 1536  # S/16 at 224 pixels
 
 @dataclass(frozen=True)
 class Row:
+    """One timing: which case, which phase (forward, train, image), and whose."""
+
     case: str
     phase: str
     name: str
     timing: Timing
     roofline: float | None
-    """Least possible time of its work on this machine, divided by the measured time."""
+    """Least possible time of the work on this machine, divided by the measured time."""
     peak_bytes: int | None = None
-    """Most memory its process ever had, where it had one to itself."""
+    """Most memory the process ever had, where the row had one to itself."""
 
 
 @dataclass(frozen=True)
 class Contender:
+    """A module, its input, and the least work that its roofline counts (None: no roofline)."""
+
     module: nn.Module
     x: Tensor
     work: Work | None
 
 
-def bench_layer(probes: Probes, *, seconds: float = 15.0) -> Iterator[Row]:
-    """S/16: 128 experts at batch 1, 8 and 32, and 32 experts with 4 slots at batch 32."""
-    peers, _ = available_peers()
-    for N, P, B in ((128, 1, 1), (128, 1, 8), (128, 1, 32), (32, 4, 32)):
-        tokens = torch.randn(B, M, D)
-        contenders = {
-            "softmoe": Contender(SoftMoE(D, N, P, H), tokens, soft_layer(B, M, D, H, N, P)),
-            "MLP, equal rows": Contender(MLP(D, H), torch.randn(B * N * P, D), mlp(B * N * P, D, H)),
-        }
-        for name, build in peers.items():
-            contenders[name] = Contender(build(D, H, N, P), tokens, None)
-        yield from compare(f"{N} experts x {P}, batch {B}", contenders, probes, train=True, seconds=seconds)
-
-
 def bench_model(probes: Probes, *, seconds: float = 15.0) -> Iterator[Row]:
-    """`soft_s16_128e` beside its dense backbone: forward, and at batch 8 a train step."""
+    """Time `soft_s16_128e` beside its dense backbone: forward, and at batch 8 a train step."""
     for B in (1, 8, 64):
         images = torch.randn(B, 3, 224, 224)
         contenders = {}
@@ -69,6 +60,7 @@ def bench_model(probes: Probes, *, seconds: float = 15.0) -> Iterator[Row]:
 def compare(
     case: str, contenders: dict[str, Contender], probes: Probes, *, train: bool, seconds: float
 ) -> Iterator[Row]:
+    """Time all contenders in turn with the roofline's probes: a forward pass without gradients, then a train step."""
     for phase in ("forward", "train") if train else ("forward",):
         make = forward_step if phase == "forward" else train_step
         functions = {name: make(c.module, c.x) for name, c in contenders.items()}
@@ -83,6 +75,7 @@ def compare(
 
 
 def forward_step(module: nn.Module, x: Tensor) -> Callable[[], object]:
+    """Return a function that does a forward pass in evaluation mode, without gradients."""
     module.eval()
 
     def step() -> object:
@@ -93,7 +86,7 @@ def forward_step(module: nn.Module, x: Tensor) -> Callable[[], object]:
 
 
 def train_step(module: nn.Module, x: Tensor) -> Callable[[], object]:
-    """Forward, backward and fused AdamW."""
+    """Return a function that does forward, backward and fused AdamW."""
     module.train()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5, fused=True)
 
@@ -103,3 +96,62 @@ def train_step(module: nn.Module, x: Tensor) -> Callable[[], object]:
         optimizer.step()
 
     return step
+
+
+@dataclass(frozen=True)
+class StoredWork(Work):
+    """A forward pass that reads its weights in the bytes they are stored in."""
+
+    stored: float = 0.0
+    """Bytes of all weights."""
+
+    def forward(self) -> tuple[float, float]:
+        return 2 * self.macs, self.stored + WORD * self.in_out
+
+
+def bench_infer(probes: Probes, *, seconds: float = 15.0, batches: Sequence[int] = (1, 8, 32)) -> Iterator[Row]:
+    """Time one S/16 layer of 128 experts, a small model, and S/16 128E whole (memory for three of it is needed)."""
+    layer = SoftMoE(D, 128, 1, H).eval()
+    tokens = {B: torch.randn(B, M, D) for B in batches}
+    works = {B: soft_layer(B, M, D, H, 128, 1) for B in batches}
+    yield from compare_prepared("S/16 layer, 128 experts", layer, tokens, works, WEIGHTS, probes, seconds)
+    models: dict[str, Sequence[Weights]] = {
+        "soft_ti16_16e": WEIGHTS,
+        "soft_s16_128e": ("float32", "int8", "int8_dynamic"),
+    }
+    for name, stored in models.items():
+        model = create_model(name).eval()
+        torch.nn.init.normal_(model.head.weight)  # pyright: ignore[reportArgumentType]  # zero at first: all outputs equal
+        price = cost(name)
+        images = {B: torch.randn(B, 3, 224, 224) for B in batches}
+        works = {B: Work(B * price.macs, price.params, images[B].numel()) for B in batches}
+        yield from compare_prepared(name, model, images, works, stored, probes, seconds)
+
+
+def compare_prepared(
+    name: str,
+    plain: nn.Module,
+    inputs: dict[int, Tensor],
+    works: dict[int, Work],
+    stored: Sequence[Weights],
+    probes: Probes,
+    seconds: float,
+) -> Iterator[Row]:
+    """Time a plain module beside its prepared forms, batch by batch."""
+    possible: list[Weights] = [weights for weights in stored if weights != "int8_dynamic" or kernel.has_bytes()]
+    modules = {"plain float32": plain} | {weights: prepare(plain, weights) for weights in possible}
+    how = "" if kernel.available() else " (no compiler)"
+    for B, x in inputs.items():
+        contenders = {}
+        with torch.no_grad():
+            right = plain(x)
+            for kind, module in modules.items():
+                difference = float((module(x) - right).norm() / right.norm())
+                work = StoredWork(works[B].macs, works[B].params, works[B].in_out, stored_bytes(module))
+                label = kind if module is plain else f"{kind}{how}, off {difference:.0e}"
+                contenders[label] = Contender(module, x, work)
+        yield from compare(f"{name}, batch {B}", contenders, probes, train=False, seconds=seconds)
+
+
+def stored_bytes(module: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))

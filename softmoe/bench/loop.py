@@ -13,9 +13,8 @@ import numpy as np
 from PIL import Image
 
 from softmoe.bench.cases import Row
-from softmoe.bench.roofline import Probes
+from softmoe.bench.roofline import Probes, Work
 from softmoe.bench.timing import Timing, interleave, summarize
-from softmoe.bench.work import Work
 from softmoe.budget import cost
 from softmoe.data import Batch, Loader, Transform, TransformConfig, open_source
 from softmoe.recipes import quickstart, quickstart_dense

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from softmoe.bench.cases import Row
-from softmoe.bench.roofline import Roofline, as_json
+from softmoe.bench.roofline import Roofline, machine_facts
 from softmoe.bench.timing import Timing
 
 
-def table(rows: Iterable[Row]) -> Iterator[str]:
+def as_text(rows: Iterable[Row]) -> Iterator[str]:
     """Lines, case by case; each time also as a multiple of the case's first row (above 1: slower than it)."""
     for (case, phase), group in groupby(rows, key=lambda row: (row.case, row.phase)):
         yield f"{case}, {phase}"
@@ -30,7 +30,9 @@ def table(rows: Iterable[Row]) -> Iterator[str]:
 
 
 def save(rows: list[Row], roofline: Roofline, path: Path) -> None:
-    path.write_text(json.dumps({"machine": as_json(roofline), "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    path.write_text(
+        json.dumps({"machine": machine_facts(roofline), "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
+    )
 
 
 def load(path: Path) -> tuple[dict[str, Any], list[Row]]:

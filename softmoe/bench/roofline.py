@@ -1,4 +1,9 @@
-"""What torch can do on this machine: its rate of float32 products and its memory bandwidth, both measured."""
+"""Measure what torch can do on this machine, and count the least work of a step: their quotient is the roofline.
+
+Of a step's arithmetic and memory traffic only what no implementation can avoid is counted.
+
+Letters: B images, M tokens, D width, H hidden width, N experts, P slots per expert.
+"""
 
 import os
 import platform
@@ -11,6 +16,8 @@ import torch
 from softmoe.bench.timing import Timing, interleave
 from softmoe.machine import first_core
 
+WORD = 4  # bytes of a float32
+
 
 @dataclass(frozen=True)
 class Roofline:
@@ -18,12 +25,12 @@ class Roofline:
     bytes_per_second: float
 
     def seconds(self, flops: float, moved_bytes: float) -> float:
-        """The least time for that much arithmetic and memory traffic: the slower of the two."""
+        """Return the least time for that much arithmetic and memory traffic: the slower of the two."""
         return max(flops / self.flops_per_second, moved_bytes / self.bytes_per_second)
 
 
 class Probes:
-    """The two functions whose speed is the roofline. Timed in turn with what they judge: a busy machine slows all.
+    """Two functions whose speed is the roofline, timed in turn with what they judge: a busy machine slows all.
 
     A product of two 2048-square matrices, and reading 256 MiB (a sum: the traffic of weights that are used once).
     """
@@ -49,7 +56,7 @@ def measure_roofline(rounds: int = 7) -> Roofline:
 
 
 def machine() -> dict[str, Any]:
-    """What a reader needs to place the figures."""
+    """Collect what a reader needs to place the figures."""
     return {
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
@@ -67,7 +74,8 @@ def cpu_name() -> str:
     return first_core().get("model name") or platform.processor() or platform.machine()
 
 
-def describe(roofline: Roofline) -> str:
+def machine_line(roofline: Roofline) -> str:
+    """Name the machine and its two rates in one line."""
     m = machine()
     return (
         f"{m['cpu']}, {m['cores']} cores, {m['threads']} threads, torch {m['torch']}, {m['capability']}: "
@@ -75,5 +83,42 @@ def describe(roofline: Roofline) -> str:
     )
 
 
-def as_json(roofline: Roofline) -> dict[str, Any]:
+def machine_facts(roofline: Roofline) -> dict[str, Any]:
     return {**machine(), **asdict(roofline)}
+
+
+@dataclass(frozen=True)
+class Work:
+    """A forward pass counted as multiply-accumulates, parameters read once, and numbers that go in and come out."""
+
+    macs: float
+    params: float
+    in_out: float
+
+    def forward(self) -> tuple[float, float]:
+        """Return (FLOPs, bytes)."""
+        return 2 * self.macs, WORD * (self.params + self.in_out)
+
+    def train(self) -> tuple[float, float]:
+        """Return (FLOPs, bytes) of forward, backward and AdamW.
+
+        Parameters are read by the forward and the backward pass and the gradient is written (3 words); AdamW reads
+        parameter, gradient and two moments and writes all but the gradient (7 words). Inputs, outputs and their
+        gradients cross memory once each.
+        """
+        return 6 * self.macs, WORD * (10 * self.params + 2 * self.in_out)
+
+
+def soft_layer(B: int, M: int, D: int, H: int, N: int, P: int) -> Work:
+    routing = 3 * M * D * N * P
+    experts = 2 * N * P * D * H
+    return Work(B * (routing + experts), N * (2 * D * H + H + D) + D * N * P + 1, 2 * B * M * D)
+
+
+def sparse_layer(B: int, M: int, D: int, H: int, N: int, capacity: int) -> Work:
+    """One image a group: the gate, and every slot through its expert."""
+    return Work(B * (M * D * N + 2 * N * capacity * D * H), N * (2 * D * H + H + D) + D * N, 2 * B * M * D)
+
+
+def mlp(rows: int, D: int, H: int) -> Work:
+    return Work(2 * rows * D * H, 2 * D * H + H + D, 2 * rows * D)

@@ -1,26 +1,27 @@
-"""The routers on experts that they share, what moving rows costs them, and moving rows by one-hot products instead.
+"""Time the routers on experts that they share, how they move rows, and growing numbers of experts.
 
 Letters: B images, M tokens, D width, H hidden width, N experts, P slots per expert, C slots per expert and image,
 T = B*M tokens, S rows per expert.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from softmoe.bench.cases import Contender, D, H, M, Row, compare
-from softmoe.bench.roofline import Probes
+from softmoe.bench.roofline import WORD, Probes, soft_layer, sparse_layer
 from softmoe.bench.timing import interleave
-from softmoe.bench.work import WORD, soft_layer, sparse_layer
 from softmoe.moe import Experts, ExpertsChoiceRouter, MoE, Router, Routing, SoftRouter, TokensChoiceRouter
 from softmoe.moe.routing import SparseRouting
 
 B = 8
+LONG, NARROW = 4096, 128  # tokens and width of `bench_scaling`: as many slots as tokens; 4,096 experts are 2.1 GB
+COUNTS = (8, 32, 128, 512, 1024, 2048, 4096)
 
 
 def bench_routers(probes: Probes, *, seconds: float = 15.0) -> Iterator[Row]:
-    """At 32 and at 1,024 experts, forward: whole layers, and dispatch and combine alone."""
+    """Time whole layers, and dispatch and combine alone, at 32 and at 1,024 experts, forward."""
     for N, P in ((32, 6), (1024, 1)):
         experts = Experts(D, H, N)
         tokens = torch.randn(B, M, D)
@@ -41,7 +42,7 @@ def bench_routers(probes: Probes, *, seconds: float = 15.0) -> Iterator[Row]:
 
 @torch.no_grad()
 def compare_moves(N: int, routers: dict[str, Router], tokens: Tensor, probes: Probes, seconds: float) -> Iterator[Row]:
-    """Dispatch and combine without routers and experts. The least traffic: every row read and written, both ways."""
+    """Time dispatch and combine alone. Their least traffic: every row read and written, both ways."""
     functions: dict[str, Callable[[], object]] = {}
     rows: dict[str, int] = {}
     for name, router in routers.items():
@@ -67,8 +68,10 @@ def moves(routing: Routing, tokens: Tensor) -> Callable[[], object]:
 
 
 class OneHotRouting(Routing):
-    """The same routing as products with (B, M, N, C) matrices of zeros and ones, the way of the reference code: the
-    baseline. One image is a group."""
+    """A sparse routing as products with (B, M, N, C) matrices of zeros and ones, as the reference does: the baseline.
+
+    One image is a group.
+    """
 
     def __init__(self, routing: SparseRouting):
         N, S = routing.token_of_slot_NS.shape
@@ -92,3 +95,22 @@ class OneHotRouting(Routing):
     @property
     def auxiliary_loss(self) -> Tensor:
         return self.combine_BMNC.new_zeros(())
+
+
+def bench_scaling(
+    probes: Probes, *, seconds: float = 15.0, counts: Sequence[int] = COUNTS, tokens: int = LONG
+) -> Iterator[Row]:
+    """Time throughput against the number of experts at a fixed number of slots (the paper's section 3.5).
+
+    One image of M tokens goes through M slots, shared by 8 to M experts: equal arithmetic in all experts together.
+    """
+    x, hidden = torch.randn(1, tokens, NARROW), 4 * NARROW
+    for N in counts:
+        experts, P = Experts(NARROW, hidden, N), tokens // N
+        sparse = sparse_layer(1, tokens, NARROW, hidden, N, P)
+        contenders = {
+            "soft": Contender(MoE(SoftRouter(NARROW, N, P), experts), x, soft_layer(1, tokens, NARROW, hidden, N, P)),
+            "tokens choice": Contender(MoE(TokensChoiceRouter(NARROW, N), experts), x, sparse),
+            "experts choice": Contender(MoE(ExpertsChoiceRouter(NARROW, N), experts), x, sparse),
+        }
+        yield from compare(f"{N} experts", contenders, probes, train=False, seconds=seconds)

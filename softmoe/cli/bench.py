@@ -26,23 +26,23 @@ def run(
         compare: Rows of another day, written by --json: say what moved beyond the noise.
         plot: Also draw them here (PNG or SVG; needs matplotlib).
     """
+    from softmoe.bench import suite
     from softmoe.bench.peers import available_peers
-    from softmoe.bench.report import differences, draw, load, save, table
-    from softmoe.bench.roofline import Probes, describe, machine, measure_roofline
-    from softmoe.bench.suites import suite
+    from softmoe.bench.report import as_text, differences, draw, load, save
+    from softmoe.bench.roofline import Probes, machine, machine_line, measure_roofline
 
     old = None if compare is None else load(compare)
     roofline = measure_roofline()
-    print(describe(roofline), flush=True)
+    print(machine_line(roofline), flush=True)
     if what in ("layer", "peers"):
         print(*available_peers()[1], sep="\n", flush=True)
     rows = []
-    for line in table(rows.append(row) or row for row in suite(what)(Probes(), seconds=seconds)):
+    for line in as_text(rows.append(row) or row for row in suite(what)(Probes(), seconds=seconds)):
         print(line, flush=True)
     if json is not None:
         save(rows, roofline, json)
     if plot is not None:
-        draw(rows, describe(roofline), plot)
+        draw(rows, machine_line(roofline), plot)
     if old is not None:
         now = machine()
         for key in ("cpu", "cores", "threads", "torch"):

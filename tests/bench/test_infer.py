@@ -2,10 +2,8 @@
 
 import torch
 
-from softmoe.bench.cases import Contender
-from softmoe.bench.infer import StoredWork, cases, stored_bytes
-from softmoe.bench.roofline import Probes
-from softmoe.bench.work import soft_layer
+from softmoe.bench.cases import Contender, StoredWork, compare_prepared, stored_bytes
+from softmoe.bench.roofline import Probes, soft_layer
 from softmoe.inference import prepare
 from softmoe.moe import SoftMoE
 
@@ -18,7 +16,7 @@ def test_rows():
     """One row for the plain layer and each prepared one, saying how far its outputs are."""
     layer = SoftMoE(16, 4, 1, 32).eval()
     found = list(
-        cases(
+        compare_prepared(
             "layer", layer, {2: torch.randn(2, 5, 16)}, {2: soft_layer(2, 5, 16, 32, 4, 1)}, ("int8",), SmallProbes(), 0
         )
     )

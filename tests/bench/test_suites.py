@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from drawings import curves, ink, keep_figures
 from torch import nn
 
-from softmoe.bench import peer_models, report, scaling
+from softmoe.bench import SUITES, peers, report, routers, suite
 from softmoe.bench.cases import Row
 from softmoe.bench.roofline import Probes, Roofline
 from softmoe.bench.routers import OneHotRouting, compare_moves
-from softmoe.bench.suites import SUITES, suite
 from softmoe.bench.timing import Timing
 from softmoe.cli.bench import What
 from softmoe.models import MoEConfig, ViTConfig
@@ -55,7 +55,7 @@ def test_moves_are_timed_beside_the_baseline() -> None:
 
 def test_scaling_keeps_the_slots() -> None:
     """Three routers at every number of experts."""
-    rows = list(scaling.bench_scaling(Probes(), seconds=0.0, counts=(2, 8), tokens=16))
+    rows = list(routers.bench_scaling(Probes(), seconds=0.0, counts=(2, 8), tokens=16))
     assert [(r.case, r.name) for r in rows[:3]] == [
         ("2 experts", "soft"),
         ("2 experts", "tokens choice"),
@@ -72,32 +72,32 @@ def test_a_peer_stands_where_the_experts_stood() -> None:
         built.append((experts, slots))
         return nn.Linear(8, 8)
 
-    model = peer_models.with_layers(SMALL, make)
+    model = peers.with_layers(SMALL, make)
     assert built == [(2, 1)]
     before = model.head.weight.detach().clone()  # pyright: ignore[reportAttributeAccessIssue]
-    peer_models.train_step(model, torch.randn(2, 3, 8, 8), OptimSection())()
+    peers.train_step(model, torch.randn(2, 3, 8, 8), OptimSection())()
     assert not torch.equal(before, model.head.weight)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@pytest.mark.parametrize("name", peer_models.OURS)
+@pytest.mark.parametrize("name", peers.OURS)
 def test_our_ways_to_train_move_the_weights_alike(name: str) -> None:
     """In the backward pass or after it, in float32 or bfloat16: the first update is the same, to rounding."""
-    models = [peer_models.build(SMALL, each) for each in ("softmoe", name)]
+    models = [peers.build(SMALL, each) for each in ("softmoe", name)]
     x = torch.randn(2, 3, 8, 8)
     for model, each in zip(models, ("softmoe", name), strict=True):
-        peer_models.train_step(model, x, peer_models.OURS[each])()
+        peers.train_step(model, x, peers.OURS[each])()
     for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-9)
 
 
 def test_a_contender_has_its_own_process() -> None:
     """Its time, its share of the roofline and its peak memory come back; a failure is told in one sentence."""
-    found = peer_models.in_own_process("soft_ti16_2e", "softmoe, in backward", 1, "train", 0.0)
+    found = peers.in_own_process("soft_ti16_2e", "softmoe, in backward", 1, "train", 0.0)
     assert found.timing.rounds == 3
     assert found.peak_bytes is not None
     assert found.peak_bytes > 10**8
     with pytest.raises(OSError, match="nobody at batch 1 did not finish: KeyError"):
-        peer_models.in_own_process("soft_ti16_2e", "nobody", 1, "train", 0.0)
+        peers.in_own_process("soft_ti16_2e", "nobody", 1, "train", 0.0)
 
 
 def test_saved_rows_come_back(tmp_path: Path) -> None:
@@ -123,9 +123,32 @@ def test_differences_are_those_beyond_the_noise() -> None:
     ]
 
 
-@pytest.mark.parametrize("cases", [("8 experts", "16 experts"), ("batch 1", "batch 8")])
-def test_rows_are_drawn(tmp_path: Path, cases: tuple[str, str]) -> None:
-    pytest.importorskip("matplotlib")
-    rows = [row(index + 1.0, case=case, name=name) for index, case in enumerate(cases) for name in ("a", "b")]
+def test_experts_are_drawn_as_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A curve a name: images a second over the number of experts, and its roofline dotted above it."""
+    kept = keep_figures(monkeypatch)
+    rows = [
+        row(seconds, case=case, name=name)
+        for case, seconds in (("8 experts", 0.5), ("16 experts", 0.25))
+        for name in ("a", "b")
+    ]
     report.draw(rows, "a machine", tmp_path / "rows.png")
-    assert (tmp_path / "rows.png").stat().st_size > 5000
+    (axis,) = kept["rows.png"].axes
+    assert axis.get_title() == "a machine"
+    assert {name: data.tolist() for name, data in curves(axis).items()} == {
+        "a": [[8, 2], [16, 4]],
+        "b": [[8, 2], [16, 4]],
+    }
+    dotted = [line.get_xydata().tolist() for line in axis.lines if line.get_linestyle() == ":"]
+    assert dotted == [[[8, 4], [16, 8]]] * 2  # half of the roofline
+    assert ink(tmp_path / "rows.png", axis) > 0.005
+
+
+def test_other_cases_are_drawn_as_bars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bar a row, as long as its milliseconds, named by case, phase and name."""
+    kept = keep_figures(monkeypatch)
+    rows = [row(1.0, case="batch 1"), row(2.0, case="batch 8", name="b")]
+    report.draw(rows, "a machine", tmp_path / "rows.png")
+    (axis,) = kept["rows.png"].axes
+    assert [bar.get_width() for bar in axis.patches] == [1000.0, 2000.0]
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["batch 1, train: a", "batch 8, train: b"]
+    assert ink(tmp_path / "rows.png", axis) > 0.3

@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from softmoe.bench import cases
-from softmoe.bench.peers import available_peers
-from softmoe.bench.report import save, table
-from softmoe.bench.roofline import Probes, Roofline, describe, measure_roofline
+from softmoe.bench.report import as_text, save
+from softmoe.bench.roofline import Probes, Roofline, machine_line, measure_roofline, mlp, soft_layer
 from softmoe.bench.timing import interleave, summarize
-from softmoe.bench.work import mlp, soft_layer
 from softmoe.cli import main
 from softmoe.moe import SoftMoE
 
@@ -71,7 +69,7 @@ def test_rows_become_a_table_and_json(tmp_path: Path) -> None:
     contender = cases.Contender(SoftMoE(8, 2), torch.randn(2, 5, 8), soft_layer(2, 5, 8, 32, 2, 1))
     rows = list(cases.compare("tiny", {"ours": contender}, Probes(), train=True, seconds=0.0))
     assert [row.phase for row in rows] == ["forward", "train"]
-    lines = list(table(rows))
+    lines = list(as_text(rows))
     assert lines[0] == "tiny, forward"
     assert "1.00 x" in lines[1]
     save(rows, ROOFLINE, tmp_path / "rows.json")
@@ -81,14 +79,7 @@ def test_rows_become_a_table_and_json(tmp_path: Path) -> None:
 
 
 def test_machine_is_named() -> None:
-    assert "GFLOP/s" in describe(measure_roofline(rounds=3))
-
-
-def test_missing_peers_are_said() -> None:
-    """Every peer is either there or explained in a line."""
-    found, skipped = available_peers()
-    assert len(found) + len(skipped) == 3
-    assert all("skipped" in line for line in skipped)
+    assert "GFLOP/s" in machine_line(measure_roofline(rounds=3))
 
 
 def test_unknown_benchmark_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
