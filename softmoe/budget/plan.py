@@ -263,13 +263,17 @@ def best_plan(candidates: list[Plan], hardware: Hardware) -> Plan | None:
 
 
 def most_experts(config: ViTConfig, devices: int, settings: Settings, hardware: Hardware) -> int | None:
-    """The largest number of experts that fits, in powers of two times the devices' divisors; slots stay as they are in
-    all (fewer per expert). None without experts, 0 if none fits."""
-    if config.moe is None:
+    """Return the largest power of two of experts that fits; None without experts, 0 if none fits.
+
+    All experts together keep the slots of the model, in whole slots an expert (rounded up, so one at least).
+    """
+    moe = routed(config)
+    if config.moe is None or moe is None:
         return None
     largest, N = 0, 1
     while N <= 1 << 16:
-        more = replace(config, moe=replace(config.moe, num_experts=N, slots_per_expert=1))
+        slots = {"slots_per_expert": -(-moe.slots // N)} if moe.slots else {}  # sparse routers have none
+        more = replace(config, moe=replace(config.moe, num_experts=N, **slots))
         if best_plan(plans(more, devices, settings), hardware) is not None:
             largest = N
         elif largest:

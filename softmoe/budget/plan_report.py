@@ -42,7 +42,7 @@ def plan_report(name: str, candidates: list[Plan], hardware: Hardware, most: int
             ],
         )
     if most is not None:
-        lines += ["", f"Most experts that fit, one slot each, in powers of two: {most}"]
+        lines += ["", f"Most experts that fit, in powers of two, sharing the model's slots (one each at least): {most}"]
     return "\n".join([*lines, "", *wrap(assumptions(hardware))])
 
 

@@ -100,6 +100,19 @@ def test_most_experts():
     assert most_experts(model_config("vit_s16"), 4, settings, A100) is None
 
 
+def test_most_experts_share_the_slots_of_the_model():
+    """The answer is the largest power of two that fits with as many slots in all as the model has."""
+    config, settings = small(), Settings(1024)  # 8 experts x 4 slots
+    assert config.moe is not None
+    needed = {}
+    for number in (1, 2, 4, 8, 16, 32):
+        moe = replace(config.moe, num_experts=number, slots_per_expert=32 // number)
+        needed[number] = min(plan.memory().peak for plan in plans(replace(config, moe=moe), 4, settings))
+    for number, more in ((0, 1), (8, 16), (16, 32)):  # just too little for the next one
+        hardware = replace(A100, memory=needed[more] - 1)
+        assert most_experts(config, 4, settings, hardware) == number
+
+
 def test_wrong_input():
     """One sentence each."""
     with pytest.raises(ValueError, match="a batch of 100 images cannot be shared evenly by 8 devices"):
