@@ -1,5 +1,9 @@
 """Encoded bytes -> (h, w, 3) uint8 RGB, whatever the file holds, and no larger than asked for.
 
+Every image of the package passes through `decode`: those of data sets, of files to predict or search, and of HTTP
+requests. The bytes may be a stranger's, so the format is told by the content and is one of `FORMATS` (none of them
+starts another program), and the sizes are checked before any pixel is made, in the decoder that makes them.
+
 JPEG can be decoded at 1/2, 1/4 or 1/8 of its size for a fraction of the work (the inverse DCT is done on
 fewer coefficients). simplejpeg does it faster than Pillow and is used when it is installed (`pip install
 softmoe[fast]`).
@@ -8,11 +12,16 @@ softmoe[fast]`).
 from __future__ import annotations
 
 import io
+import os
+import re
+import stat
 import warnings
+from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from softmoe.data.files import ByteReader
 from softmoe.data.source import MinSide
 
 try:
@@ -20,12 +29,27 @@ try:
 except ImportError:
     simplejpeg = None
 
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # Pillow's names; of animations the first frame
+MAX_PIXELS = 50_000_000  # a few kilobytes can unpack to gigabytes
+MAX_SIDE = 65_535  # JPEG's own limit; the work of some decoders grows with one side alone
+MAX_BYTES = 400_000_000  # of a file: 50 million pixels of four 16-bit channels, uncompressed
+MAX_SCANS = (
+    100  # of a progressive JPEG, each a pass over all of it: encoders make about ten, by hand one may make thirty
+)
+MAX_SCANNED = 20 * MAX_PIXELS  # pixels times scans
+
 _ORIENTATION = 0x0112  # the EXIF tag
 _SIDEWAYS = (5, 6, 7, 8)  # its values that exchange height and width
+_TILE_WIDTH, _TILE_HEIGHT = 322, 323  # TIFF tags
+_MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd7\xff])")  # of a JPEG segment: neither data, filling nor a restart
+_NO_LENGTH = frozenset([*range(2, 0xC0), 0xD8])
+_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0 to SOF15
+_PROGRESSIVE = frozenset([0xC2, 0xC6, 0xCA, 0xCE])
+_SCAN, _END = 0xDA, 0xD9
 
 
 class BrokenImage(ValueError):
-    """An image that cannot be read: truncated, empty, or not an image at all."""
+    """An image that cannot be read: truncated, empty, too large, or not an image at all."""
 
     def __init__(self, name: str, reason: str):
         super().__init__(name, reason)
@@ -35,32 +59,114 @@ class BrokenImage(ValueError):
         return f"The image {self.name} cannot be read: {self.reason}."
 
 
-def decode(data: bytes, name: str, min_side: MinSide = None) -> np.ndarray:
-    """Decode an image file held in `data`. With `min_side` the result may be smaller than the file says, but
-    its shorter side is at least `min_side` (or the file's own, if that is less)."""
-    if not data:
-        raise BrokenImage(name, "the file is empty")
+class _Refused(Exception):
+    """A reason in our own words."""
+
+
+def read_image_file(path: Path, name: str) -> bytes:
+    """The bytes of a regular file of at most `MAX_BYTES`; BrokenImage for anything else, and for pipes at once."""
     try:
-        if simplejpeg is not None and data[:2] == b"\xff\xd8" and b"Exif" not in data[:4096]:
-            image = _decode_simplejpeg(data, min_side)
-            if image is not None:
-                return image
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+        with open(handle, "rb") as file:
+            facts = os.fstat(handle)
+            if not stat.S_ISREG(facts.st_mode):
+                raise BrokenImage(name, "it is not a regular file")
+            if facts.st_size > MAX_BYTES:
+                raise BrokenImage(name, f"the file is larger than {MAX_BYTES:,} bytes")
+            return file.read(MAX_BYTES)
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+        if isinstance(error, BrokenImage):
+            raise
+        raise BrokenImage(name, getattr(error, "strerror", None) or str(error)) from error
+
+
+def read_member(archive: ByteReader, offset: int, size: int, name: str) -> bytes:
+    """The bytes of an image within an archive, as `read_image_file` gives those of a file."""
+    if size > MAX_BYTES:
+        raise BrokenImage(name, f"the file is larger than {MAX_BYTES:,} bytes")
+    try:
+        return archive.read(offset, size)
+    except OSError as error:
+        raise BrokenImage(name, error.strerror or str(error)) from error
+
+
+def decode(data: bytes, name: str, min_side: MinSide = None, max_pixels: int = MAX_PIXELS) -> np.ndarray:
+    """Decode an image file held in `data`. With `min_side` the result may be smaller than the file says, but
+    its shorter side is at least `min_side` (or the file's own, if that is less). BrokenImage, whose `reason` speaks
+    of the image only, for what is no image of `FORMATS`, is damaged, or has more than `max_pixels`."""
+    try:
+        if not data:
+            raise _Refused("the file is empty")
+        if len(data) > MAX_BYTES:
+            raise _Refused(f"the file is larger than {MAX_BYTES:,} bytes")
+        if data[:2] == b"\xff\xd8":
+            _check_jpeg(data, max_pixels)
+            if simplejpeg is not None and b"Exif" not in data[:4096]:
+                image = _decode_simplejpeg(data, min_side, max_pixels)
+                if image is not None:
+                    return image
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of odd EXIF and of large images: neither is our user's concern
-            return _decode_pillow(data, min_side)
-    except UnidentifiedImageError as error:  # whose own words name an object in memory
-        raise BrokenImage(name, "it is not an image of a known format") from error
+            return _decode_pillow(data, min_side, max_pixels)
+    except _Refused as error:
+        raise BrokenImage(name, str(error)) from error
+    except UnidentifiedImageError as error:
+        raise BrokenImage(name, "it is not an image of a known format (JPEG, PNG, WebP, GIF, BMP, TIFF)") from error
+    except Image.DecompressionBombError as error:
+        raise BrokenImage(name, f"it has too many pixels: {max_pixels:,} are allowed") from error
+    except MemoryError as error:
+        raise BrokenImage(name, "there is not enough memory to decode it") from error
     except Exception as error:  # decoders raise OSError, ValueError, SyntaxError, struct.error, ... on bad bytes
-        raise BrokenImage(name, str(error).rstrip(".") or type(error).__name__) from error
+        raise BrokenImage(name, _reason(error)) from error
 
 
-def _decode_simplejpeg(data: bytes, min_side: MinSide) -> np.ndarray | None:
+def _reason(error: Exception) -> str:
+    """The decoder's own words where they were meant for people: one line without names of files or objects."""
+    said = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+    plain = isinstance(error, (OSError, ValueError, SyntaxError)) and len(said) <= 120 and not set(said) & set("/<>\\")
+    return said if said and plain else "its data is damaged"
+
+
+def _check_size(width: int, height: int, max_pixels: int) -> None:
+    if width * height > max_pixels:
+        raise _Refused(f"it has too many pixels: {width} x {height}, {max_pixels:,} are allowed")
+    if max(width, height) > MAX_SIDE:
+        raise _Refused(f"it is too long: {width} x {height}, a side may have {MAX_SIDE:,} pixels")
+
+
+def _check_jpeg(data: bytes, max_pixels: int) -> None:
+    """Sizes and scans by the markers, found as libjpeg finds them. Where one scan holds all colors of a sequential
+    JPEG, libjpeg takes no second one, and the walk ends there: photos cost microseconds."""
+    place, pixels, colors, many, scans = 2, 0, 0, False, 0
+    while (found := _MARKER.search(data, place)) is not None:
+        marker, place = found[1][0], found.end()
+        if marker == _END:
+            return
+        if marker in _NO_LENGTH or len(data) < place + 2:
+            continue
+        if marker in _FRAMES and len(data) >= place + 8:
+            height, width = int.from_bytes(data[place + 3 : place + 5]), int.from_bytes(data[place + 5 : place + 7])
+            _check_size(width, height, max_pixels)
+            pixels, colors = max(pixels, width * height), data[place + 7]
+            many = many or marker in _PROGRESSIVE
+        elif marker == _SCAN:
+            scans += 1
+            if not many and data[place + 2 : place + 3] == bytes([colors]):
+                return
+            if scans > MAX_SCANS or scans * pixels > MAX_SCANNED:
+                raise _Refused(f"it has too many scans: {MAX_SCANS} are allowed, fewer where it is large")
+            many = True
+        place += max(2, int.from_bytes(data[place : place + 2]))
+
+
+def _decode_simplejpeg(data: bytes, min_side: MinSide, max_pixels: int) -> np.ndarray | None:
     """None where Pillow must do it: CMYK colors."""
     assert simplejpeg is not None
     tall, wide, space, _ = simplejpeg.decode_jpeg_header(data)
     if space in ("CMYK", "YCCK"):
         return None
     height, width = int(tall), int(wide)
+    _check_size(width, height, max_pixels)
     side = _wanted_side(min_side, height, width)
     # halves only, as Pillow: libjpeg could do other eighths, but more slowly than the whole
     factor = max((f for f in (2, 4, 8) if side and min(height, width) >= f * side), default=1)
@@ -69,8 +175,11 @@ def _decode_simplejpeg(data: bytes, min_side: MinSide) -> np.ndarray | None:
     )
 
 
-def _decode_pillow(data: bytes, min_side: MinSide) -> np.ndarray:
-    with Image.open(io.BytesIO(data)) as image:
+def _decode_pillow(data: bytes, min_side: MinSide, max_pixels: int) -> np.ndarray:
+    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        _check_size(*image.size, max_pixels)  # before anything asks for more than the header, as EXIF may
+        if image.format == "TIFF":
+            _check_tiles(image, max_pixels)
         orientation = image.getexif().get(_ORIENTATION, 1)
         width, height = image.size if orientation not in _SIDEWAYS else image.size[::-1]
         side = _wanted_side(min_side, height, width)
@@ -78,6 +187,14 @@ def _decode_pillow(data: bytes, min_side: MinSide) -> np.ndarray:
             image.draft(image.mode, (side, side))
         upright = ImageOps.exif_transpose(image) if orientation != 1 else image
         return to_rgb(upright)
+
+
+def _check_tiles(image: Image.Image, max_pixels: int) -> None:
+    """A tile of a TIFF may be far larger than the image, and is decoded whole."""
+    tags = getattr(image, "tag_v2", {})
+    sides = [tags.get(tag, 0) for tag in (_TILE_WIDTH, _TILE_HEIGHT)]
+    if not all(isinstance(side, int) for side in sides) or sides[0] * sides[1] > max_pixels:
+        raise _Refused("its tiles are too large")
 
 
 def _wanted_side(min_side: MinSide, height: int, width: int) -> int:
@@ -91,7 +208,7 @@ def to_rgb(image: Image.Image) -> np.ndarray:
     if image.mode.startswith("I;16"):
         gray = np.asarray(image).astype(np.uint32) >> 8
     elif image.mode in ("I", "F"):
-        gray = _scale_gray(np.asarray(image).astype(np.float64))
+        gray = _scale_gray(np.nan_to_num(np.asarray(image).astype(np.float32)))
     elif image.mode in ("LA", "PA", "RGBA", "La", "RGBa") or "transparency" in image.info:
         rgba = image.convert("RGBA")
         white = Image.new("RGBA", rgba.size, "white")
@@ -105,4 +222,5 @@ def _scale_gray(values: np.ndarray) -> np.ndarray:
     """Pillow's wide gray modes do not say their range: the largest value tells it (1.0, 8 or 16 bits)."""
     top = values.max(initial=0.0)
     span = 255.0 if 1.0 < top <= 255.0 else 1.0 if top <= 1.0 and values.dtype.kind == "f" else 65535.0
-    return np.clip(values / span * 255.0, 0, 255)
+    values *= 255.0 / span
+    return np.clip(values, 0, 255, out=values)

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import os
 import shutil
+import stat
 import tarfile
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -34,6 +35,15 @@ class Names:
 
     def __iter__(self) -> Iterator[str]:
         return (self[i] for i in range(len(self)))
+
+
+def file_size(path: str | Path) -> int:
+    """Bytes of a regular file; -1 for anything else, a dangling link too."""
+    try:
+        facts = os.stat(path)
+    except (OSError, ValueError):
+        return -1
+    return facts.st_size if stat.S_ISREG(facts.st_mode) else -1
 
 
 class ByteReader:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from softmoe.data.decode import BrokenImage, decode
-from softmoe.data.files import ByteReader, Names, tar_members, unpacked
+from softmoe.data.decode import decode, read_image_file, read_member
+from softmoe.data.files import ByteReader, Names, file_size, tar_members, unpacked
 from softmoe.data.source import Example, MinSide, fingerprint
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")
@@ -56,13 +56,10 @@ class FolderSource:
 
     def read(self, index: int, min_side: MinSide = None) -> Example:
         name = f"{self._split}/{self._names[index]}"
-        try:
-            if self._tar is not None:
-                data = self._tar.read(int(self._offsets[index]), int(self._sizes[index]))
-            else:
-                data = (self._root / name).read_bytes()
-        except OSError as error:
-            raise BrokenImage(name, error.strerror or str(error)) from error
+        if self._tar is not None:
+            data = read_member(self._tar, int(self._offsets[index]), int(self._sizes[index]), name)
+        else:
+            data = read_image_file(self._root / name, name)
         return Example(decode(data, name, min_side), (int(self._labels[index]),), name=name)
 
 
@@ -120,7 +117,7 @@ def _images_below(folder: Path, prefix: str) -> Iterator[tuple[str, int, int]]:
         if entry.is_dir():
             yield from _images_below(folder / entry.name, f"{prefix}{entry.name}/")
         elif _is_image(entry.name):
-            yield prefix + entry.name, 0, entry.stat().st_size
+            yield prefix + entry.name, 0, file_size(entry.path)
 
 
 def _is_image(name: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from softmoe.data.decode import BrokenImage, decode
+from softmoe.data.decode import BrokenImage, decode, read_image_file
 from softmoe.data.source import Example, MinSide, fingerprint
 
 _CAPTIONS = ("captions", "caption", "text", "sentences")
@@ -43,11 +43,10 @@ class HfSource:
     def read(self, index: int, min_side: MinSide = None) -> Example:
         row = self._rows[int(index)]
         stored = row[self._image]
-        name = stored.get("path") or f"{self._split}/{index}"
-        try:
-            data = stored.get("bytes") or Path(stored["path"]).read_bytes()
-        except (OSError, TypeError) as error:
-            raise BrokenImage(name, str(error)) from error
+        name = (stored or {}).get("path") or f"{self._split}/{index}"
+        if not isinstance(stored, dict) or not (stored.get("bytes") or stored.get("path")):
+            raise BrokenImage(name, "the row has no image")
+        data = stored.get("bytes") or read_image_file(Path(stored["path"]), name)
         sentences = _sentences(row[self._caption] if self._caption else ())
         return Example(
             decode(data, name, min_side), _labels(row[self._label] if self._label else None), sentences, name

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from softmoe.data.decode import BrokenImage, decode
-from softmoe.data.files import Names
+from softmoe.data.decode import BrokenImage, decode, read_image_file
+from softmoe.data.files import Names, file_size
 from softmoe.data.folder import IMAGE_SUFFIXES
 from softmoe.data.source import Example, MinSide, fingerprint
 
@@ -24,8 +24,8 @@ class PairsSource:
 
     def __init__(self, root: Path, names: Sequence[str]):
         self._root, self._names = root, Names(names)
-        sizes = [self._path(i).stat().st_size for i in range(len(names))]
-        texts = [_size(self._path(i).with_suffix(".txt")) for i in range(len(names))]
+        sizes = [file_size(self._path(i)) for i in range(len(names))]
+        texts = [file_size(self._path(i).with_suffix(".txt")) for i in range(len(names))]
         self.fingerprint = fingerprint("pairs", self._names.blob, sizes, texts)
 
     def __len__(self) -> int:
@@ -36,19 +36,17 @@ class PairsSource:
 
     def read(self, index: int, min_side: MinSide = None) -> Example:
         name = self._names[index]
-        try:
-            data = self._path(index).read_bytes()
-        except OSError as error:
-            raise BrokenImage(name, error.strerror or str(error)) from error
+        data = read_image_file(self._path(index), name)
         return Example(decode(data, name, min_side), (), self._captions(index), name)
 
     def read_captions(self, indices: Sequence[int] | np.ndarray) -> list[tuple[str, ...]]:
         return [self._captions(int(index)) for index in indices]
 
     def _captions(self, index: int) -> tuple[str, ...]:
+        path = self._path(index).with_suffix(".txt")
         try:
-            text = self._path(index).with_suffix(".txt").read_bytes()
-        except OSError:
+            text = read_image_file(path, path.name)
+        except BrokenImage:
             return ()
         return tuple(line.strip() for line in text.decode("utf-8", "replace").splitlines() if line.strip())
 
@@ -64,7 +62,3 @@ def open_pairs(path: str, split: str) -> PairsSource:
     if not names:
         raise ValueError(f"{root} holds no images with one of the endings {' '.join(IMAGE_SUFFIXES)}.")
     return PairsSource(root, names)
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else -1

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from softmoe.data.decode import decode
+from softmoe.data.decode import decode, read_member
 from softmoe.data.files import ByteReader, Names, tar_members, unpacked
 from softmoe.data.source import Example, MinSide, fingerprint, positive_int
 
@@ -92,7 +92,7 @@ class WdsSource:
         shard = self._shards[self._shard[index]]
         name = f"{self._titles[self._shard[index]]}/{self._keys[index]}"
         offset, size = self._spans[index, 0]
-        image = shard.read(int(offset), int(size)) if size else b""
+        image = read_member(shard, int(offset), int(size), name) if size else b""
         captions = self._captions(index)
         start = int(self._label_ends[index - 1]) if index else 0
         labels = tuple(self._labels[start : int(self._label_ends[index])].tolist())

@@ -1,20 +1,14 @@
 """Encoded images in memory -> answers, for a service: what `predict` says of files, for bytes from strangers."""
 
-import io
-import warnings
 from dataclasses import dataclass
 
 import torch
-from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from softmoe.data import Example, evaluation_batches
-from softmoe.data.decode import decode
+from softmoe.data.decode import MAX_PIXELS, decode
 from softmoe.data.source import MinSide
 from softmoe.evaluate.inputs import Loaded
-
-MAX_PIXELS = 50_000_000
-"""A few kilobytes can unpack to gigabytes: images whose header says more than this are not decoded."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +33,7 @@ class Answers:
 
     def read(self, data: bytes) -> Tensor:
         """(3, height, width), made as `predict` makes it. ValueError with the reason for what is not an image."""
-        check_header(data, self.max_pixels)
-        batch = next(iter(evaluation_batches(OneImage(data), self.transform, 1)))
+        batch = next(iter(evaluation_batches(OneImage(data, self.max_pixels), self.transform, 1)))
         if batch.broken:
             raise ValueError(f"the image cannot be read: {batch.broken[0][1]}")
         return batch.images[0]
@@ -67,8 +60,8 @@ class OneImage:
     multi_label = False
     fingerprint = "memory"
 
-    def __init__(self, data: bytes):
-        self.data = data
+    def __init__(self, data: bytes, max_pixels: int = MAX_PIXELS):
+        self.data, self.max_pixels = data, max_pixels
 
     def __len__(self) -> int:
         return 1
@@ -77,19 +70,4 @@ class OneImage:
         return self.read(index)
 
     def read(self, index: int, min_side: MinSide = None) -> Example:
-        return Example(decode(self.data, "image", min_side), (), name="image")
-
-
-def check_header(data: bytes, max_pixels: int) -> None:
-    """ValueError unless the header is that of an image of a size one can afford to decode."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # our limit is lower than the one Pillow warns of
-            with Image.open(io.BytesIO(data)) as image:
-                width, height = image.size
-    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, ValueError, SyntaxError) as error:
-        if isinstance(error, Image.DecompressionBombError):
-            raise ValueError(f"the image has too many pixels: {max_pixels} are allowed") from error
-        raise ValueError("this is not an image in a known format (JPEG, PNG, WebP, ...)") from error
-    if width * height > max_pixels:
-        raise ValueError(f"the image has too many pixels: {width} x {height}, {max_pixels} are allowed")
+        return Example(decode(self.data, "image", min_side, self.max_pixels), (), name="image")

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from softmoe.data import BrokenImage, Example, Source, Transform, TransformConfig, captions_of, open_source
-from softmoe.data.decode import decode
+from softmoe.data import Example, Source, Transform, TransformConfig, captions_of, open_source
+from softmoe.data.decode import decode, read_image_file
 from softmoe.data.folder import IMAGE_SUFFIXES
 from softmoe.data.source import MinSide, fingerprint
 from softmoe.inference import Storage, open_mapped, prepare
@@ -229,11 +229,7 @@ class FileSource:
 
     def read(self, index: int, min_side: MinSide = None) -> Example:
         name = str(self.paths[index])
-        try:
-            data = self.paths[index].read_bytes()
-        except OSError as error:
-            raise BrokenImage(name, error.strerror or str(error)) from error
-        return Example(decode(data, name, min_side), (), name=name)
+        return Example(decode(read_image_file(self.paths[index], name), name, min_side), (), name=name)
 
 
 def find_images(patterns: Sequence[str]) -> list[Path]:

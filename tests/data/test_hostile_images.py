@@ -1,0 +1,235 @@
+"""Images made to hurt: what they may cost is bounded before a decoder sees them, and the reason names no machine."""
+
+import io
+import os
+import socket
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from softmoe.data import BrokenImage, open_source
+from softmoe.data import decode as module
+from softmoe.data.decode import MAX_SCANS, decode
+
+EPS = b"""%!PS-Adobe-3.0 EPSF-3.0
+%%BoundingBox: 0 0 10 10
+%%EndComments
+(%%pipe%touch /tmp/pwned) (w) file
+showpage
+%%EOF
+"""
+
+
+def refused(data: bytes, *words: str, **options) -> str:
+    with pytest.raises(BrokenImage) as caught:
+        decode(data, "x", **options)
+    reason = caught.value.reason
+    assert "\n" not in reason
+    assert "/" not in reason
+    for word in words:
+        assert word in reason, reason
+    return reason
+
+
+def segment(marker: int, body: bytes) -> bytes:
+    return bytes([0xFF, marker]) + (len(body) + 2).to_bytes(2) + body
+
+
+def resized(jpeg: bytes, height: int, width: int) -> bytes:
+    """The same JPEG with another size in its frame header."""
+    place = next(i for i in range(len(jpeg) - 1) if jpeg[i] == 0xFF and jpeg[i + 1] in (0xC0, 0xC2))
+    return jpeg[: place + 5] + struct.pack(">HH", height, width) + jpeg[place + 9 :]
+
+
+def many_scans(jpeg: bytes, count: int) -> bytes:
+    """A progressive JPEG whose last scan is repeated."""
+    place = jpeg.rindex(b"\xff\xda")
+    return jpeg[:place] + jpeg[place:-2] * count + jpeg[-2:]
+
+
+def test_no_format_that_needs_another_program(monkeypatch):
+    """PostScript under any name is refused without Ghostscript being looked for."""
+    from PIL import EpsImagePlugin
+
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_, **__: pytest.fail("Ghostscript was called"))
+    refused(EPS, "known format")
+
+
+@pytest.mark.parametrize("form", ["ICO", "PCX", "TGA", "SGI", "JPEG2000", "ICNS", "DDS", "AVIF", "PDF"])
+def test_only_the_formats_that_are_named(form, encoded, picture):
+    """What Pillow could open besides is no image here."""
+    try:
+        data = encoded(picture(1, 32, 32), form)
+    except (KeyError, OSError):
+        pytest.skip(f"this Pillow does not write {form}")
+    refused(data, "known format")
+
+
+def test_size_hidden_from_one_library(encoded, picture, monkeypatch):
+    """The limit holds in both decoders, also for a frame header that only one of them would find: the file states a
+    small frame in a segment that libjpeg passes over, and a large one in the segment that it decodes."""
+    large = resized(encoded(picture(1, 64, 64), "JPEG"), 30000, 30000)
+    small = encoded(picture(1, 8, 8), "JPEG")
+    frame = small[small.index(b"\xff\xc0") :][:19]
+    hidden = large[:2] + segment(0xE5, b"x" + frame) + b"\xff" * 3 + large[2:]
+    for data in (large, hidden, hidden.replace(b"JFIF", b"Exif")):
+        refused(data, "too many pixels", "30000 x 30000")
+    monkeypatch.setattr(module, "simplejpeg", None)
+    for data in (large, hidden):
+        refused(data, "too many pixels")
+
+
+def test_progressive_headers_too_large(encoded, picture):
+    """A progressive JPEG of 65,000 x 65,000 would have its coefficients allocated before the first pixel."""
+    data = resized(encoded(picture(1, 64, 64), "JPEG", progressive=True), 65000, 65000)
+    refused(data, "too many pixels")
+    refused(data.replace(b"JFIF", b"Exif"), "too many pixels")
+
+
+@pytest.mark.parametrize("form", ["PNG", "GIF", "BMP", "TIFF", "WEBP", "PPM"])
+def test_pixel_limit_in_every_format(form, encoded):
+    """A small limit refuses a small image, whatever its format."""
+    data = encoded(Image.new("RGB", (64, 32), "red"), form)
+    assert decode(data, "x", max_pixels=2048).shape == (32, 64, 3)
+    refused(data, "too many pixels", "64 x 32", max_pixels=2047)
+
+
+def test_scan_bombs(encoded, picture):
+    """Thousands of scans are refused by counting; those that encoders make are decoded."""
+    data = encoded(picture(1, 64, 64), "JPEG", progressive=True, quality=95)
+    assert decode(data, "x").shape == (64, 64, 3)
+    refused(many_scans(data, 5000), "too many scans")
+    refused(many_scans(data, 5000).replace(b"JFIF", b"Exif"), "too many scans")
+    repeated = many_scans(data, MAX_SCANS - 20).replace(b"JFIF", b"Exif")  # for Pillow, which takes odd scripts
+    assert decode(repeated, "x").shape == (64, 64, 3)
+    wide = resized(data, 7000, 7000)  # 49 million pixels, ten scans each: as much as is allowed
+    refused(many_scans(wide, 20), "too many scans")
+
+
+def test_embedded_thumbnails_and_trailing_data_are_not_counted(encoded, picture):
+    """What libjpeg passes over (a thumbnail in a segment, a film after the end) does not count as scans or frames."""
+    data = encoded(picture(1, 64, 64), "JPEG", quality=95, progressive=True)
+    bomb = resized(many_scans(data, 300), 65000, 65000)[:60000]
+    harmless = data[:2] + segment(0xE7, bomb) + data[2:] + bomb
+    assert np.array_equal(decode(harmless, "x"), decode(data, "x"))
+
+
+def test_huge_tiff_tile(encoded):
+    """A tile larger than the limit is refused although the image is small."""
+    tags = [(256, 3, 16), (257, 3, 16), (258, 3, 8), (259, 3, 8), (262, 3, 1), (277, 3, 1)]
+    packed = zlib.compress(bytes(1000))
+    tags += [(322, 4, 40000), (323, 4, 40000), (324, 4, 8), (325, 4, len(packed))]
+    body = b"".join(struct.pack("<HHII", tag, kind, 1, value) for tag, kind, value in tags)
+    data = b"II*\0" + struct.pack("<I", 8 + len(packed)) + packed + struct.pack("<H", len(tags)) + body + bytes(4)
+    refused(data, "tiles")
+
+
+def test_long_thin_run_length_bitmap():
+    """A 100-byte BMP whose rows are 40 million pixels long would be filled with 255 rows at one jump."""
+    head = struct.pack("<IiiHHIIiiII", 40, 40_000_000, 1, 1, 8, 1, 0, 0, 0, 2, 0)
+    pixels = head + bytes(8) + b"\0\2\0\xff" * 4
+    data = b"BM" + struct.pack("<IHHI", 14 + len(pixels), 0, 0, 14 + 40 + 8) + pixels
+    refused(data, "too long")
+
+
+def png_chunk(kind: bytes, body: bytes) -> bytes:
+    return len(body).to_bytes(4) + kind + body + zlib.crc32(kind + body).to_bytes(4)
+
+
+@pytest.mark.parametrize("kind", [b"iCCP", b"zTXt"])
+def test_compressed_chunks_of_png_are_bounded(kind, encoded, picture):
+    """A profile or text of 500 MB in a PNG of 500 KB is passed over or refused within 200 MB of memory."""
+    data = encoded(picture(1), "PNG")
+    bomb = png_chunk(kind, b"name\0\0" + zlib.compress(bytes(500_000_000), 9))
+    program = (
+        "import sys, resource; from softmoe.data.decode import decode, BrokenImage\n"
+        "data, before = sys.stdin.buffer.read(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "try: decode(data, 'x')\nexcept BrokenImage: pass\n"
+        "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], input=data[:33] + bomb + data[33:], capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    assert int(done.stdout) < 200
+
+
+def test_of_animations_the_first_frame(picture, encoded):
+    """GIF, WebP and TIFF of many frames give their first one."""
+    frames = [Image.fromarray(picture(seed, 16, 16)) for seed in range(4)]
+    for form in ("GIF", "WEBP", "TIFF"):
+        options = {"lossless": True} if form == "WEBP" else {}
+        many = encoded(frames[0], form, save_all=True, append_images=frames[1:], **options)
+        one = encoded(frames[0], form, **options)
+        assert np.array_equal(decode(many, "x"), decode(one, "x")), form
+
+
+def test_words_of_decoders_name_no_machine(monkeypatch, encoded, picture):
+    """An error with a path or an object in memory becomes a sentence without."""
+
+    def fail(*_, **__):
+        raise OSError("gs -q -dNOPAUSE /home/me/secret failed <object at 0x7f>")
+
+    monkeypatch.setattr(module, "_decode_pillow", fail)
+    assert refused(encoded(picture(1), "PNG")) == "its data is damaged"
+
+
+def test_floats_that_are_no_numbers(encoded):
+    """NaN and infinity in a float TIFF become pixels, not warnings."""
+    values = np.array([[0.0, np.nan], [np.inf, 1.0]], dtype=np.float32)
+    assert decode(encoded(Image.fromarray(values), "TIFF"), "x").shape == (2, 2, 3)
+
+
+@pytest.fixture
+def special(tmp_path: Path, encoded, picture) -> Path:
+    """A class folder with one image, a pipe, a socket, a dangling link and a link to the image."""
+    folder = tmp_path / "set/train/a"
+    folder.mkdir(parents=True)
+    (folder / "good.png").write_bytes(encoded(picture(1), "PNG"))
+    os.mkfifo(folder / "pipe.jpg")
+    listener = socket.socket(socket.AF_UNIX)
+    here = os.getcwd()
+    os.chdir(folder)  # names of sockets are short
+    listener.bind("socket.jpg")
+    os.chdir(here)
+    listener.close()
+    (folder / "dangling.jpg").symlink_to(folder / "nowhere.jpg")
+    (folder / "link.png").symlink_to(folder / "good.png")
+    return tmp_path / "set"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("scheme", ["folder", "pairs"])
+def test_special_files_are_broken_images(scheme, special):
+    """Pipes, sockets and dangling links neither hang nor stop the scan: each counts as an image that cannot be read."""
+    source = open_source(f"{scheme}:{special}", "train")
+    assert len(source) == 5
+    reasons = {}
+    for index in range(5):
+        try:
+            source.read(index)
+        except BrokenImage as error:
+            reasons[Path(error.name).name] = error.reason
+    assert set(reasons) == {"pipe.jpg", "socket.jpg", "dangling.jpg"}
+    assert reasons["pipe.jpg"] == "it is not a regular file"
+
+
+def test_a_file_too_large_to_be_an_image(tmp_path, special):
+    """A sparse file of a terabyte is refused by its size."""
+    with (special / "train/a/huge.png").open("wb") as file:
+        file.truncate(1 << 40)
+    source = open_source(f"folder:{special}", "train")
+    names = [source._names[i] for i in range(len(source))]  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(BrokenImage, match="larger than"):
+        source.read(names.index("a/huge.png"))
+
+
+def test_limits_hold_for_images_in_memory(encoded, picture):
+    """The service's own limit is the decoder's."""
+    buffer = io.BytesIO()
+    Image.new("1", (60000, 60000)).save(buffer, "PNG")
+    refused(buffer.getvalue(), "too many pixels")
