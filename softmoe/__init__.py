@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from softmoe.budget import cost
     from softmoe.convert import upcycle
     from softmoe.models import create_model, list_models
-    from softmoe.models.pretrained import from_pretrained, hub, save_pretrained
     from softmoe.moe import SoftMoE
+    from softmoe.storage import from_pretrained, hub, save_pretrained
 
 _HOME = {
     "SoftMoE": "softmoe.moe",
@@ -25,11 +25,11 @@ _HOME = {
     "list_models": "softmoe.models",
     "cost": "softmoe.budget",
     "upcycle": "softmoe.convert",
-    "from_pretrained": "softmoe.models.pretrained",
-    "hub": "softmoe.models.pretrained",
-    "save_pretrained": "softmoe.models.pretrained",
+    "from_pretrained": "softmoe.storage",
+    "hub": "softmoe.storage",
+    "save_pretrained": "softmoe.storage",
 }
-_ROOMS = ("budget", "convert", "data", "evaluate", "inference", "inspection", "models", "moe")
+_ROOMS = ("budget", "convert", "data", "evaluate", "inference", "inspection", "models", "moe", "storage")
 
 __all__ = ["SoftMoE", "cost", "create_model", "from_pretrained", "hub", "list_models", "save_pretrained", "upcycle"]
 

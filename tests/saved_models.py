@@ -8,7 +8,7 @@ import torch
 
 import softmoe
 from softmoe.models import VisionTransformer, create_model
-from softmoe.models.weights import sha256
+from softmoe.storage.files import sha256
 
 TINY = {"image_size": 32, "num_classes": 5, "width": 32, "heads": 2, "mlp_dim": 48, "depth": 2}
 NAMES = ("cat", "dog", "eel", "fox", "gnu")

@@ -9,7 +9,7 @@ import torch
 from softmoe import save_pretrained
 from softmoe.data import Tokenizer, open_source, some_captions, train_tokenizer
 from softmoe.models import MoEConfig, TextConfig, TwoTower, TwoTowerConfig, ViTConfig
-from softmoe.models.pretrained import TokenizerFile
+from softmoe.storage import TokenizerFile
 
 IMAGE = ViTConfig(
     image_size=16,

@@ -21,7 +21,7 @@ def peak():
 """
 IMPORT = f"""{PEAK}
 import softmoe, torch
-import softmoe.models.pretrained
+import softmoe.storage.pretrained
 torch.ones(64, 64) @ torch.ones(64, 64)
 print(peak())
 """

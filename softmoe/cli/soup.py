@@ -47,7 +47,7 @@ def accuracy(a: Arguments):
     from softmoe.data import evaluation_batches
     from softmoe.evaluate.classify import classification
     from softmoe.evaluate.inputs import evaluation_transform, match_classes, open_data, random_subset
-    from softmoe.models.pretrained import open_saved
+    from softmoe.storage import open_saved
 
     assert a.data is not None
     first = open_saved(a.models[0])

@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
 
     from softmoe.convert import upcycle
     from softmoe.convert.files import read_model
-    from softmoe.models.pretrained import save_pretrained
+    from softmoe.storage import save_pretrained
 
     torch.manual_seed(a.seed)
     foreign = {name: getattr(a, name) for name in ("heads", "image_size", "activation", "mean", "std")}
@@ -95,7 +95,7 @@ def parse_blocks(text: str) -> str | tuple[int, ...]:
 
 def saved_facts(dense: str) -> dict[str, Any]:
     """Preprocessing and classes of one of our own models; others' files tell neither."""
-    from softmoe.models.pretrained import open_saved
+    from softmoe.storage import open_saved
 
     if Path(dense).is_file():
         return {}
@@ -106,7 +106,7 @@ def saved_facts(dense: str) -> dict[str, Any]:
 def read_images(a: Arguments, preprocessing: Any, size: tuple[int, int]) -> Any:
     from softmoe.data import evaluation_batches
     from softmoe.evaluate.inputs import evaluation_transform, open_data, random_subset
-    from softmoe.models.pretrained import Preprocessing
+    from softmoe.storage import Preprocessing
 
     assert a.data is not None
     source = random_subset(open_data(a.data, a.split), 2 * a.images, a.seed)

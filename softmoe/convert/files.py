@@ -8,7 +8,7 @@ import torch
 from softmoe.convert.timm import from_timm, read_tensors
 from softmoe.convert.vit import from_vit
 from softmoe.models import VisionTransformer
-from softmoe.models.pretrained import from_pretrained
+from softmoe.storage import from_pretrained
 
 SUFFIXES = (".npz", ".safetensors")
 

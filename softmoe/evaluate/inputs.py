@@ -16,7 +16,7 @@ from softmoe.data.folder import IMAGE_SUFFIXES
 from softmoe.data.source import MinSide, fingerprint
 from softmoe.inference import Storage, open_mapped, prepare
 from softmoe.models import VisionTransformer
-from softmoe.models.pretrained import Preprocessing, SavedModel, load_saved, open_saved
+from softmoe.storage import Preprocessing, SavedModel, load_saved, open_saved
 
 ReadBatch = Callable[..., list[Example]]  # (indices, captions)
 

@@ -17,7 +17,7 @@ from softmoe.evaluate.features import Features, extract
 from softmoe.evaluate.inputs import choose_device, evaluation_transform, preprocessing_at
 from softmoe.models import TwoTower
 from softmoe.models.modes import evaluating
-from softmoe.models.pretrained import Preprocessing, SavedModel, load_two_tower, open_saved
+from softmoe.storage import Preprocessing, SavedModel, load_two_tower, open_saved
 
 _CHUNK = 4096  # features projected at a time
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from softmoe.inference.prepare import prepare
-from softmoe.models.saved import Preprocessing
+from softmoe.storage.saved import Preprocessing
 
 FORMATS = ("torch-export", "onnx", "aoti")
 Format = Literal["torch-export", "onnx", "aoti"]

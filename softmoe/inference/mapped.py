@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from softmoe.inference.prepare import prepare
 from softmoe.models import VisionTransformer
-from softmoe.models.pretrained import from_pretrained
+from softmoe.storage import from_pretrained
 
 
 def open_mapped(where: str | Path, *, verify: bool = False) -> VisionTransformer:

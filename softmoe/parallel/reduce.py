@@ -26,9 +26,9 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_spread(tensor) else tensor
 
 
-def part_like(tensor: Tensor, model: Tensor) -> Tensor:
-    """Of a plain tensor that all ranks have, the part of it that this rank keeps of `model`; all of it if that is a
-    plain one."""
+def local_shard(tensor: Tensor, model: Tensor) -> Tensor:
+    """Cut from a plain tensor, which all ranks have whole, the shard that this rank keeps of `model`; a plain `model`
+    keeps all of it."""
     if not is_spread(model):
         return tensor
     from softmoe.parallel.experts import own_slice

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 
+from softmoe.storage.files import write_text
 from softmoe.studies.jobs import Job, Stopped, key_of
 from softmoe.studies.lab import Cell, Lab
-from softmoe.studies.results import QUALITY, Table, write_whole
+from softmoe.studies.results import QUALITY, Table
 from softmoe.studies.store import Store
 from softmoe.studies.verdict import Claim, write_verdict
 
@@ -150,7 +151,7 @@ def settle(places) -> None:
 
 
 def write_results(folder: Path, table: Table) -> Path:
-    return write_whole(folder / "results.csv", table.to_csv())
+    return write_text(folder / "results.csv", table.to_csv())
 
 
 def name_of(study: ModuleType) -> str:

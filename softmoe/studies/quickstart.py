@@ -6,10 +6,10 @@ from pathlib import Path
 from softmoe.data import Transform, open_source
 from softmoe.evaluate.inputs import random_subset
 from softmoe.inspection.inspect import inspect_source, write_inspection
-from softmoe.models.pretrained import from_pretrained
 from softmoe.recipes import quickstart, quickstart_dense
 from softmoe.report import RunRecord, load_run, write_report
 from softmoe.report.curves import comparison, save_png
+from softmoe.storage import from_pretrained
 from softmoe.train import TrainConfig, train
 from softmoe.train.transfer import export
 

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,15 +91,6 @@ def show(value: Any) -> str:
 
 def join(tables: Iterable[Table]) -> Table:
     return Table(tuple(row for table in tables for row in table))
-
-
-def write_whole(path: Path, text: str) -> Path:
-    """The file is either the old one or the whole new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    beside.write_text(text)
-    os.replace(beside, path)
-    return path
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from softmoe.storage.files import read_json, write_json
 from softmoe.studies.jobs import Job, key_of
 from softmoe.studies.lab import Cell
 from softmoe.studies.results import Row, Table
-from softmoe.train.files import read_json, write_json
 
 SHOTS = 10
 EXAMPLES = 2500

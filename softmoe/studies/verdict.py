@@ -1,13 +1,13 @@
 """What a study found: claims of the paper, each with our interval and one of three words."""
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from softmoe.studies.results import QUALITY, Table, aligned, write_whole
+from softmoe.storage.files import write_json, write_text
+from softmoe.studies.results import QUALITY, Table, aligned
 from softmoe.studies.statistics import Interval
 
 Word = Literal["confirmed", "not confirmed at this size", "opposite", "not run"]
@@ -65,6 +65,6 @@ def write_verdict(folder: Path, title: str, story: str, claims: list[Claim], not
     text = "\n\n".join([f"# {title}", story, aligned(lines), *notes]) + "\n"
     values = {"study": title, "claims": [claim.to_dict() for claim in claims], "notes": notes}
     return [
-        write_whole(folder / "verdict.md", text),
-        write_whole(folder / "verdict.json", json.dumps(values, indent=2) + "\n"),
+        write_text(folder / "verdict.md", text),
+        write_json(folder / "verdict.json", values),
     ]

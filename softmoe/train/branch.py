@@ -9,9 +9,9 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from softmoe.train.checkpoint import read_checkpoint
+from softmoe.storage.checkpoint import read_checkpoint
+from softmoe.storage.files import whole_folder
 from softmoe.train.config import TrainConfig
-from softmoe.train.files import sync_folder
 from softmoe.train.folder import RunFolder
 from softmoe.train.metrics import MetricsFile
 
@@ -26,17 +26,15 @@ def branch(checkpoint: Path | str, cooldown: int, run_name: str | None = None, r
     source, target = run_of(checkpoint), RunFolder.of(config)
     if target.path.exists():
         return config
-    partial = RunFolder(target.path.with_name(f".partial-{target.path.name}-{os.getpid()}"))
-    shutil.rmtree(partial.path, ignore_errors=True)
-    copy_checkpoint(checkpoint, partial.checkpoints / checkpoint.name)
-    if source.metrics.exists():
-        shutil.copy(source.metrics, partial.metrics)
-        MetricsFile(partial.metrics).rewind(config.steps - cooldown)
-    stored = source.stored()
-    assert stored is not None
-    partial.begin(config, facts=stored[1])
-    os.rename(partial.path, target.path)
-    sync_folder(target.path.parent)
+    with whole_folder(target.path) as folder:
+        partial = RunFolder(folder)
+        copy_checkpoint(checkpoint, partial.checkpoints / checkpoint.name)
+        if source.metrics.exists():
+            shutil.copy(source.metrics, partial.metrics)
+            MetricsFile(partial.metrics).rewind(config.steps - cooldown)
+        stored = source.stored()
+        assert stored is not None
+        partial.begin(config, facts=stored[1])
     return config
 
 

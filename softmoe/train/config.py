@@ -5,6 +5,7 @@ from typing import Literal
 
 from softmoe.data import TransformConfig
 from softmoe.models import MoEConfig, ViTConfig, model_config
+from softmoe.storage.store import CheckpointSection
 from softmoe.train.strict import from_dict, to_dict
 from softmoe.train.text_section import TextSection
 
@@ -170,17 +171,6 @@ class EvaluationSection:
     """Evaluate on this many validation images only."""
     best: str = "val/top1"
     """The number whose largest value marks the best checkpoint."""
-
-
-@dataclass(frozen=True)
-class CheckpointSection:
-    every: int = 1000
-    keep_last: int = 2
-    keep_every: int | None = None
-    """Also keep those of every multiple of this many steps, to branch from."""
-    keep_best: bool = True
-    asynchronous: bool = True
-    """Write in the background, from a copy in memory."""
 
 
 @dataclass(frozen=True)

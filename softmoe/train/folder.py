@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from softmoe.storage.files import read_json, write_json
 from softmoe.train.config import TrainConfig
-from softmoe.train.files import read_json, write_json
 from softmoe.train.schedule import make_schedule
 from softmoe.train.strict import flatten
 

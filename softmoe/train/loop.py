@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 
-from softmoe.train.checkpoint import Snapshot, copy_tensors, load_optimizer, optimizer_tensors
+from softmoe.storage.checkpoint import Checkpoint, Snapshot, copy_tensors, optimizer_tensors
+from softmoe.storage.checkpoint import restore as restore_tensors
 from softmoe.train.config import TrainConfig
 from softmoe.train.evaluation import Evaluator
 from softmoe.train.folder import RunFolder, differences
@@ -24,7 +25,6 @@ from softmoe.train.sinks import make_sinks
 from softmoe.train.step import train_step
 from softmoe.train.team import joined
 from softmoe.train.texts import Extract
-from softmoe.train.together import read_shares
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ def after_step(run: Run, clock: Clock, loss: float, rate: float, *, log_now: boo
 def resume(run: Run) -> None:
     """Continue from the newest whole checkpoint, or begin. ValueError if the folder holds another run."""
     stored, facts = run.folder.stored(), run.data.facts()
-    snapshot = run.store.latest()
-    step = snapshot.step if snapshot else 0
+    found = run.store.latest()
+    step = found.step if found else 0
     if stored is not None:
         changed = differences(stored[0], run.config, step)
         changed += [f"{key}: {old} -> {facts.get(key)}" for key, old in stored[1].items() if facts.get(key) != old]
@@ -123,22 +123,17 @@ def resume(run: Run) -> None:
     run.team.wait()  # all have read the folder
     if run.team.leads:
         run.folder.begin(run.config, facts)
-    if snapshot is not None:
-        restore(run, snapshot)
+    if found is not None:
+        restore(run, found)
         run.progress.report(f"resuming {run.folder.path} at step {step} of {run.config.steps}")
     run.metrics.rewind(step)
 
 
-def restore(run: Run, snapshot: Snapshot) -> None:
-    if run.team.world > 1:
-        read_shares(run, snapshot.step)
-    else:
-        run.model.load_state_dict(snapshot.tensors["model"])
-        load_optimizer(run.optimizer, snapshot.tensors["optimizer"])
-        if run.average is not None:
-            run.average.model.load_state_dict(snapshot.tensors["ema"])
-    run.done = Progressed(**snapshot.texts["state"]["progress"])
-    run.saved_step = snapshot.step
+def restore(run: Run, found: Checkpoint) -> None:
+    average = None if run.average is None else run.average.model
+    restore_tensors(found, run.model, run.optimizer, average, run.team.group)
+    run.done = Progressed(**found.texts["state"]["progress"])
+    run.saved_step = found.step
     best = run.done.best
     if best and run.config.checkpoint.keep_best and best["step"] not in run.store.steps():
         run.done.best = None  # that checkpoint is of another run (a branch), or was lost

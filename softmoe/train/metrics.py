@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from softmoe.train.files import sync_file
+from softmoe.storage.files import sync_file, write_text
 
 
 class MetricsFile:
@@ -33,9 +33,7 @@ class MetricsFile:
             except (json.JSONDecodeError, KeyError, TypeError):
                 break  # the line a kill cut short, always the last
             kept.append(line + "\n")
-        beside = self.path.with_suffix(".tmp")
-        beside.write_text("".join(kept))
-        os.replace(beside, self.path)
+        write_text(self.path, "".join(kept))
 
     def write(self, record: dict[str, Any]) -> str | None:
         """Append one line; returns the reason if it had to wait."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from softmoe.train.files import write_json
+from softmoe.storage.files import write_json
 from softmoe.train.health import model_health
 from softmoe.train.peak import peak_flops
 from softmoe.train.progress import Clock, progress_line

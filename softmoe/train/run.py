@@ -10,7 +10,7 @@ from torch import nn
 
 from softmoe.budget import training_flops
 from softmoe.models import TwoTower, TwoTowerConfig, VisionTransformer, ViTConfig
-from softmoe.train.checkpoint import CheckpointStore
+from softmoe.storage.store import CheckpointStore
 from softmoe.train.config import TrainConfig
 from softmoe.train.contrastive import Contrastive
 from softmoe.train.evaluation import Evaluator, classify, match_pairs
@@ -23,7 +23,6 @@ from softmoe.train.optim import make_optimizer
 from softmoe.train.parts import Average, Data, build_model, choose_device, choose_precision
 from softmoe.train.progress import Progress
 from softmoe.train.schedule import Schedule, make_schedule
-from softmoe.train.sharded import make_store
 from softmoe.train.sinks import Sink
 from softmoe.train.tap import RoutingTap
 from softmoe.train.team import Team
@@ -141,7 +140,7 @@ def build(
         device=device,
         autocast=autocast,
         tap=tap,
-        store=make_store(folder.checkpoints, config.checkpoint, progress.report, team),
+        store=CheckpointStore(folder.checkpoints, config.checkpoint, progress.report, team.group, team.saving),
         metrics=MetricsFile(folder.metrics if team.leads else None),
         progress=progress,
         flops_per_image=training_flops(shape, locked=config.model.locked, cached=isinstance(data, FeatureData)),

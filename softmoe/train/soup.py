@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from softmoe.models import VisionTransformer
-from softmoe.models.pretrained import SavedModel, load_saved, open_saved, save_tensors
-from softmoe.models.weights import Spec, WeightFiles, check_files
+from softmoe.storage import SavedModel, load_saved, open_saved, save_tensors
+from softmoe.storage.weights import Spec, WeightFiles, check_files
 from softmoe.train.transfer import describe
 
 PIECE = 1 << 22  # numbers averaged at a time, in float64

@@ -22,7 +22,8 @@ from softmoe.data import (
 )
 from softmoe.data.batch import with_draws
 from softmoe.models import VisionTransformer
-from softmoe.models.saved import TOKENIZER_FILES
+from softmoe.storage.files import write_bytes
+from softmoe.storage.saved import TOKENIZER_FILES
 from softmoe.train.config import TrainConfig
 from softmoe.train.parts import Data, first_examples
 from softmoe.train.team import Team
@@ -40,10 +41,7 @@ def prepare_tokenizer(config: TrainConfig, folder: Path, source: Source, team: T
             made = Tokenizer.open(t.tokenizer, t.lower)
         else:
             made = train_tokenizer(some_captions(source, LEARN_FROM), t.vocab_size, lower=t.lower)
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f".{made.name}.partial"
-        partial.write_bytes(made.data)
-        partial.replace(folder / made.name)
+        write_bytes(folder / made.name, made.data)
     team.wait()
     path = next(folder / name for name in TOKENIZER_FILES if (folder / name).is_file())
     return Tokenizer.open(path, config.text.lower)

@@ -1,8 +1,7 @@
-"""What the processes of a run do together besides training: evaluate and resume."""
+"""The evaluation that the processes of a run do together."""
 
 import itertools
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from softmoe.data import Batch
 from softmoe.models import Embeddings
 from softmoe.train.evaluation import Evaluator
 from softmoe.train.parts import Data
-from softmoe.train.run import Run
 from softmoe.train.team import Team
 
 
@@ -78,29 +76,3 @@ class Counted:
         self.count += 1
         self.images += len(batch.images)
         return batch
-
-
-def read_shares(run: Run, step: int) -> None:
-    """Load this process's parts of a checkpoint, written by any number of processes."""
-    from softmoe.parallel import state
-
-    folder = run.store.path(step)
-    state.read_parts(place(folder, "model"), run.model.state_dict(), run.team.group)
-    if run.average is not None:
-        state.read_parts(place(folder, "ema"), run.average.model.state_dict(), run.team.group)
-    parameters = {
-        name: parameter
-        for group in run.optimizer.param_groups
-        for name, parameter in zip(group["names"], group["params"], strict=True)
-    }
-    moments = place(folder, "optimizer")
-    targets = state.optimizer_targets(state.specs(moments), parameters)
-    state.read_parts(moments, targets, run.team.group)
-    for key, value in targets.items():
-        name, _, part = key.rpartition("/")
-        run.optimizer.state[parameters[name]][part] = value
-
-
-def place(checkpoint: Path, name: str) -> Path:
-    """Parts of many processes in a folder, or one file."""
-    return checkpoint / name if (checkpoint / name).is_dir() else checkpoint / f"{name}.safetensors"

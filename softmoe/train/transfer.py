@@ -18,7 +18,9 @@ from softmoe.convert.files import read_model
 from softmoe.data import open_source
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
 from softmoe.models.embed import LearnedPositions
-from softmoe.models.pretrained import (
+from softmoe.models.variants import SIZES
+from softmoe.parallel import local_shard
+from softmoe.storage import (
     Preprocessing,
     SavedModel,
     load_saved,
@@ -26,11 +28,9 @@ from softmoe.models.pretrained import (
     open_saved,
     save_pretrained,
 )
-from softmoe.models.saved import parse_architecture, split_architecture, tokenizer_of_run
-from softmoe.models.variants import SIZES
-from softmoe.parallel import part_like
+from softmoe.storage.files import read_json
+from softmoe.storage.saved import parse_architecture, split_architecture, tokenizer_of_run
 from softmoe.train.config import ModelSection, TrainConfig
-from softmoe.train.files import read_json
 from softmoe.train.folder import RunFolder
 
 _FUNCTION = ("patch_size", "width", "depth", "mlp_dim", "heads", "pool", "positions", "qk_norm", "activation")
@@ -96,7 +96,7 @@ def start_from(model: VisionTransformer, weights: str | Path, *, new_head: bool 
             f"the head of {weights} has {source.config.num_classes or 'no'} classes, the data has "
             f"{model.config.num_classes or 'none'}: start with a new head (model.new_head)"
         )
-    model.load_state_dict({name: part_like(value, mine[name]) for name, value in state.items()})
+    model.load_state_dict({name: local_shard(value, mine[name]) for name, value in state.items()})
 
 
 def check_same_function(old: ViTConfig, new: ViTConfig, name: str) -> None:
@@ -144,11 +144,11 @@ def export(run: RunFolder) -> SavedModel:
 
 def export_parts(checkpoint: Path, config: TrainConfig, classes: Sequence[str], folder: Path) -> SavedModel:
     """The same for a checkpoint of many processes: their parts are put together one tensor at a time."""
-    from softmoe.parallel import state
+    from softmoe.storage.shards import save_parts
 
     shape, towers = split_architecture(parse_architecture(read_json(checkpoint / "config.json")))
     made = {"run": config.run_name, "step": read_json(checkpoint / "manifest.json")["step"]}
-    return state.export(
+    return save_parts(
         checkpoint / ("ema" if (checkpoint / "ema").is_dir() else "model"),  # the average was evaluated
         towers or shape,
         folder,

@@ -34,7 +34,7 @@ def images(tmp_path):
 def expected(model, path) -> torch.Tensor:
     """Probabilities of one image, by hand."""
     from softmoe.evaluate import evaluation_transform
-    from softmoe.models.pretrained import open_saved
+    from softmoe.storage import open_saved
 
     transform = evaluation_transform(open_saved(model).preprocessing)
     pixels = np.asarray(Image.open(path).convert("RGB"))

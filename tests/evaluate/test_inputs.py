@@ -18,7 +18,7 @@ from softmoe.evaluate.inputs import (
     random_subset,
 )
 from softmoe.models import create_model
-from softmoe.models.pretrained import Preprocessing
+from softmoe.storage import Preprocessing
 
 
 class Source:

@@ -13,7 +13,7 @@ from saved_models import NAMES, tiny
 from softmoe.cli import main
 from softmoe.inference import export as module
 from softmoe.inference.export import export
-from softmoe.models.pretrained import Preprocessing, save_pretrained
+from softmoe.storage import Preprocessing, save_pretrained
 
 HERE = Preprocessing((32, 32))
 DOCS = Path(__file__).parents[2] / "docs" / "inference.md"

@@ -9,8 +9,8 @@ from two_towers import save, shape, tokenizer, two_towers
 
 import softmoe
 from softmoe.models import TwoTower, VisionTransformer
-from softmoe.models.pretrained import TokenizerFile, load_two_tower, open_saved
 from softmoe.models.two_tower import unit
+from softmoe.storage import TokenizerFile, load_two_tower, open_saved
 
 IMAGES = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1
 TOKENS = torch.tensor([[5, 6, 1], [7, 1, 1], [1, 1, 1]])

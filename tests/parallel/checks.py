@@ -16,11 +16,18 @@ from torch.distributed.tensor import DTensor
 
 from softmoe import parallel
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
-from softmoe.parallel import checkpoint, state
-from softmoe.parallel.checkpoint import verify_sharded, write_sharded
 from softmoe.parallel.dry_run import Sent
+from softmoe.storage import shards
+from softmoe.storage.checkpoint import (
+    Checkpoint,
+    copy_tensors,
+    optimizer_tensors,
+    read_checkpoint,
+    restore,
+    tensor_specs,
+)
+from softmoe.storage.shards import write_parts, write_sharded
 from softmoe.train import OptimSection
-from softmoe.train.checkpoint import copy_tensors, optimizer_tensors
 from softmoe.train.objectives import class_weights, softmax_cross_entropy
 from softmoe.train.optim import gradients, make_optimizer, set_learning_rate
 from softmoe.train.tap import RoutingTap
@@ -193,14 +200,13 @@ class Training:
 
     def load(self, folder: Path, *, one_file: bool = False) -> "Training":
         end = ".safetensors" if one_file else ""
-        state.read_parts(folder / f"model{end}", self.model.state_dict())
-        place = folder / f"optimizer{end}"
-        parameters = dict(self.model.named_parameters())
-        targets = state.optimizer_targets(state.specs(place), parameters)
-        state.read_parts(place, targets)
-        for key, value in targets.items():
-            name, _, part = key.rpartition("/")
-            self.optimizer.state[parameters[name]][part] = value
+        specs = {name: tensor_specs(folder / f"{name}{end}") for name in ("model", "optimizer")}
+        restore(
+            Checkpoint(folder, 2, {}, specs),
+            self.model,
+            self.optimizer,
+            group=dist.group.WORLD if self.world > 1 else None,
+        )
         return self
 
     def weights(self) -> dict[str, Tensor]:
@@ -225,12 +231,12 @@ def verify_and_fail(rank: int, folder: Path) -> dict[str, str]:
     """The messages of a damaged checkpoint, and of a save that fails on the second rank."""
     messages = {}
     try:
-        verify_sharded(folder / "two")
+        read_checkpoint(folder / "two", dist.group.WORLD)
     except ValueError as error:
         messages["damaged"] = str(error)
     training = Training(parallel.make_mesh(2, 1), rank)
     if rank == 1:
-        checkpoint.write_parts = refuse  # the disk of this rank is full
+        shards.write_parts = refuse  # the disk of this rank is full
     try:
         write_sharded(folder / "new", 1, training.tensors(), {})
     except OSError as error:
@@ -239,5 +245,5 @@ def verify_and_fail(rank: int, folder: Path) -> dict[str, str]:
 
 
 def refuse(place: Path, tensors: object, group: object) -> None:
-    state.write_parts(place, tensors, group)  # so that the others do not wait
+    write_parts(place, tensors, group)  # so that the others do not wait
     raise OSError("no room")

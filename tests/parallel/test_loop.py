@@ -9,9 +9,9 @@ import torch
 from parallel.ranks import start_ranks
 from parallel.trouble import make_config, train_rank
 
-from softmoe.models.pretrained import from_pretrained
+from softmoe.storage import from_pretrained
+from softmoe.storage.checkpoint import read_checkpoint
 from softmoe.train import ParallelSection, train
-from softmoe.train.checkpoint import read_checkpoint
 from softmoe.train.folder import RunFolder
 from softmoe.train.transfer import export
 

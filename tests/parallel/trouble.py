@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from softmoe.data import TransformConfig
-from softmoe.parallel import checkpoint
+from softmoe.storage import shards
 from softmoe.train import TrainConfig, train
 from softmoe.train.config import (
     CheckpointSection,
@@ -47,7 +47,7 @@ def make_config(runs: Path, name: str = "run", *, steps: int = 4, **parallel: An
 
 def train_rank(rank: int, world: int, config: TrainConfig, trouble: str | None = None) -> dict[str, Any]:
     objective, passes = make_objective(config.objective), 0
-    write = checkpoint.write_parts
+    write = shards.write_parts
 
     def troubled(model: Any, batch: Any) -> Any:
         nonlocal passes
@@ -69,6 +69,6 @@ def train_rank(rank: int, world: int, config: TrainConfig, trouble: str | None =
         write(place, *arguments)
 
     if trouble == "kill while saving":
-        checkpoint.write_parts = write_and_die
+        shards.write_parts = write_and_die
     result = train(config, objective=troubled)
     return {"step": result.step, "numbers": result.numbers, "signal": result.signal}

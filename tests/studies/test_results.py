@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from softmoe.studies.results import Row, Table, write_whole
+from softmoe.storage.files import write_text
+from softmoe.studies.results import Row, Table
 from softmoe.studies.statistics import Interval
 from softmoe.studies.verdict import Claim, better, write_verdict
 
@@ -83,7 +84,7 @@ def test_verdict_files(tmp_path: Path) -> None:
 
 def test_files_are_whole(tmp_path: Path) -> None:
     """Written beside and renamed: nothing else is left in the folder."""
-    path = write_whole(tmp_path / "a" / "b.csv", "1")
-    write_whole(path, "2")
+    path = write_text(tmp_path / "a" / "b.csv", "1")
+    write_text(path, "2")
     assert [p.name for p in path.parent.iterdir()] == ["b.csv"]
     assert path.read_text() == "2"

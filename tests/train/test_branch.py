@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from softmoe.storage.checkpoint import read_checkpoint
 from softmoe.train import branch, train
 from softmoe.train.branch import branch_config
-from softmoe.train.checkpoint import read_checkpoint
 from softmoe.train.folder import RunFolder
 from softmoe.train.metrics import read_metrics
 from softmoe.train.schedule import make_schedule

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from train.same_run import assert_same_run, final_state
 
+from softmoe.storage.checkpoint import read_checkpoint
 from softmoe.train import Diverged, TrainConfig, train
-from softmoe.train.checkpoint import read_checkpoint
 from softmoe.train.folder import RunFolder
 from softmoe.train.metrics import read_metrics
 from softmoe.train.objectives import make_objective

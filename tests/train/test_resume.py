@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from train.same_run import Crash, assert_same_run, crash_at, final_state
 
+from softmoe.storage.checkpoint import read_checkpoint
 from softmoe.train import train
-from softmoe.train.checkpoint import read_checkpoint
 from softmoe.train.folder import RunFolder
 from softmoe.train.loop import resume
 from softmoe.train.objectives import make_objective

@@ -9,7 +9,7 @@ import torch
 
 from softmoe import save_pretrained
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
-from softmoe.models.pretrained import from_pretrained
+from softmoe.storage import from_pretrained
 from softmoe.train import soup as room
 from softmoe.train.soup import greedy_soup, soup
 

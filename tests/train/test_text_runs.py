@@ -9,9 +9,9 @@ import torch
 
 from softmoe.data import open_source, some_captions, train_tokenizer
 from softmoe.evaluate import extract, load_towers
-from softmoe.models.pretrained import from_pretrained
+from softmoe.storage import from_pretrained
+from softmoe.storage.checkpoint import read_checkpoint
 from softmoe.train import TextSection, TrainConfig, train
-from softmoe.train.checkpoint import read_checkpoint
 from softmoe.train.metrics import read_metrics
 from softmoe.train.soup import greedy_soup, soup
 from softmoe.train.transfer import export

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from softmoe import save_pretrained
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
 from softmoe.models.config import ROUTERS
-from softmoe.models.pretrained import from_pretrained, open_saved
+from softmoe.storage import from_pretrained, open_saved
 from softmoe.train import OptimSection, train
 from softmoe.train.optim import parameter_groups
 from softmoe.train.transfer import export, section_of, start_from, transfer_config

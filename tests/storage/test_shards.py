@@ -10,8 +10,9 @@ from parallel import checks
 from parallel.ranks import run_ranks
 from safetensors.torch import save_file
 
-from softmoe.models.pretrained import from_pretrained
-from softmoe.parallel import state
+from softmoe.storage import from_pretrained
+from softmoe.storage.checkpoint import Checkpoint, fill, optimizer_targets, tensor_specs
+from softmoe.storage.shards import part_specs, save_parts
 
 
 def assert_close(ours, theirs):
@@ -70,9 +71,10 @@ def test_export(saved, tmp_path):
     """A sharded checkpoint becomes the usual folder, one tensor at a time, bit for bit."""
     folder, _ = saved
     config = checks.make_model("soft").config
-    state.export(folder / "four" / "model", config, tmp_path / "model", provenance={"step": 2})
+    save_parts(folder / "four" / "model", config, tmp_path / "model", provenance={"step": 2})
     loaded = from_pretrained(tmp_path / "model").state_dict()
-    expected = state.read_all(folder / "four" / "model")
+    place = folder / "four" / "model"
+    expected = Checkpoint(place.parent, 2, {}, {"model": tensor_specs(place)}).tensors["model"]
     assert loaded.keys() == expected.keys()
     assert all(torch.equal(loaded[name], value) for name, value in expected.items())
 
@@ -89,25 +91,27 @@ def test_refused_if_it_does_not_fit(saved):
     ):
         before = {name: value.clone() for name, value in model.state_dict().items()}
         with pytest.raises(ValueError, match=message):
-            state.read_parts(place, model.state_dict())
+            fill(place, model.state_dict())
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     fewer = dict(list(checks.make_model("soft").state_dict().items())[1:])
     with pytest.raises(ValueError, match="which this one does not know"):
-        state.read_parts(place, fewer)
+        fill(place, fewer)
     with pytest.raises(ValueError, match="there are no tensors at"):
-        state.specs(folder / "nothing")
+        part_specs(folder / "nothing")
 
 
 def test_optimizer_state_must_fit(saved):
     """State of a parameter that is not trained here, or of another shape, is refused."""
-    found = state.specs(saved[0] / "four" / "optimizer")
-    parameters = dict(checks.make_model("soft").named_parameters())
-    del parameters["head.bias"]
+    found = tensor_specs(saved[0] / "four" / "optimizer")
+    optimizer = checks.optimizer_of(checks.make_model("soft"))
+    group = next(group for group in optimizer.param_groups if "head.bias" in group["names"])
+    place = group["names"].index("head.bias")
+    group["names"][place] = "renamed"
     with pytest.raises(ValueError, match=r"optimizer state of 'head\.bias', which this run does not train"):
-        state.optimizer_targets(found, parameters)
-    parameters["head.bias"] = torch.zeros(3)
+        optimizer_targets(found, optimizer)
+    group["names"][place], group["params"][place] = "head.bias", torch.zeros(3)
     with pytest.raises(ValueError, match=r"head\.bias/.* is \[5\] in the checkpoint and \[3\] in this run"):
-        state.optimizer_targets(found, parameters)
+        optimizer_targets(found, optimizer)
 
 
 def test_manifest_names_every_file(saved):

@@ -12,8 +12,8 @@ from saved_models import NAMES, refused, tiny
 
 import softmoe
 from softmoe.models import VisionTransformer
-from softmoe.models.pretrained import Preprocessing, load_saved, open_saved
-from softmoe.models.weights import sha256
+from softmoe.storage import Preprocessing, load_saved, open_saved
+from softmoe.storage.files import sha256
 
 
 @pytest.fixture

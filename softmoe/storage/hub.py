@@ -26,7 +26,7 @@ def download(name: str, revision: str | None = None) -> Path:
 
 def upload(folder: str | Path, name: str, *, private: bool = False) -> str:
     """Put a saved model on the Hub under `user/name`; returns its address."""
-    from softmoe.models.saved import is_saved
+    from softmoe.storage.saved import is_saved
 
     if not is_saved(Path(folder)):
         raise ValueError(f"{folder} is not a saved model; write one with softmoe.save_pretrained")

@@ -13,8 +13,9 @@ from saved_models import NAMES, TINY, refused, tiny
 
 import softmoe
 from softmoe.models import create_model
-from softmoe.models.pretrained import Preprocessing, open_saved, save_tensors
-from softmoe.models.weights import Spec, plan_shards, sha256
+from softmoe.storage import Preprocessing, open_saved, save_tensors
+from softmoe.storage.files import sha256
+from softmoe.storage.weights import Spec, plan_shards
 
 
 @pytest.fixture

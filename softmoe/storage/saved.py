@@ -16,9 +16,11 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from softmoe.models import hub
 from softmoe.models.config import MoEConfig, TextConfig, TwoTowerConfig, ViTConfig
-from softmoe.models.weights import FILE_NAME, FileFacts
+from softmoe.storage import hub
+from softmoe.storage.checkpoint import read_manifest
+from softmoe.storage.files import FileFacts, follow_link, read_json
+from softmoe.storage.weights import FILE_NAME
 
 FORMAT = "softmoe"
 FORMAT_VERSION = 2  # 1 had the experts' w2 as (N, H, D)
@@ -123,7 +125,7 @@ def open_saved(where: str | Path, *, revision: str | None = None) -> SavedModel:
 
     Of a run: its exported model/ if there is one, else the best checkpoint, else the last.
     """
-    path = Path(where).expanduser()
+    path = follow_link(Path(where).expanduser())
     if path.is_file():
         raise ValueError(f"{path} is a file; give the folder of a saved model")
     if not path.is_dir():
@@ -133,9 +135,9 @@ def open_saved(where: str | Path, *, revision: str | None = None) -> SavedModel:
     for folder in (path, path / "model"):
         if is_saved(folder):
             return read_saved(folder)
-    for folder in (path, path / "checkpoints" / "best", path / "checkpoints" / "last"):
+    for folder in (path, *(follow_link(path / "checkpoints" / name) for name in ("best", "last"))):
         if (folder / "manifest.json").is_file():
-            return read_checkpoint(folder)
+            return read_checkpoint_model(folder)
     raise ValueError(f"{path} is not a saved model: it has no config.json written by softmoe.save_pretrained")
 
 
@@ -187,11 +189,11 @@ def read_saved(folder: Path) -> SavedModel:
         raise ValueError(f"{path} does not describe a model: {error}") from error
 
 
-def read_checkpoint(folder: Path) -> SavedModel:
+def read_checkpoint_model(folder: Path) -> SavedModel:
     """A training checkpoint as a saved model: the averaged weights if the run keeps them, for those were evaluated."""
     try:
-        said = read_json(folder / "manifest.json")
-        name = "ema.safetensors" if "ema.safetensors" in said["files"] else "model.safetensors"
+        step, files = read_manifest(folder)
+        name = "ema.safetensors" if "ema.safetensors" in files else "model.safetensors"
         run = read_json(folder / "state.json")["config"]
         transform = run["data"]["transform"]
         size, crop = _pair(transform["image_size"]), evaluation_crop(transform["crop"])
@@ -201,10 +203,12 @@ def read_checkpoint(folder: Path) -> SavedModel:
             image,
             Preprocessing(size, crop, transform["central_ratio"], transform["antialias"]),
             None,
-            parse_files({name: said["files"][name]}),
-            provenance={"run": run["run_name"], "step": said["step"], "recipe_data": run["data"]["train"]},
+            {name: files[name]},
+            provenance={"run": run["run_name"], "step": step, "recipe_data": run["data"]["train"]},
             towers=towers,
-            tokenizer=None if towers is None else tokenizer_of_run(folder.parent.parent, run["text"]["lower"]),
+            tokenizer=None
+            if towers is None
+            else tokenizer_of_run(folder.resolve().parent.parent, run["text"]["lower"]),
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{folder} is not a readable checkpoint: {error}") from error
@@ -287,15 +291,6 @@ def check_keys(values: Any, known: Iterable[str], path: str) -> None:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
             raise ValueError(f"unknown key {path + str(key)!r}, did you mean {path + near!r}?")
-
-
-def read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
 
 
 def evaluation_crop(crop: str) -> str:

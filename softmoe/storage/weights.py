@@ -6,7 +6,6 @@ Reading maps the files into memory: nothing is copied until it is used. Nothing 
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -17,6 +16,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from softmoe.storage.files import FileFacts, sha256, write_json
 
 SHARD_BYTES = 4 * 10**9
 ALIGNMENT = 64
@@ -37,12 +38,6 @@ _CODES = {
 }
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")  # torch.save's zip, and plain pickles
-
-
-@dataclass(frozen=True)
-class FileFacts:
-    bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True)
@@ -83,7 +78,7 @@ def write_weights(
             "metadata": {"total_size": sum(spec.bytes for spec in specs.values())},
             "weight_map": {name: file for file, names in files.items() for name in names},
         }
-        write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
+        write_json(folder / INDEX, index)
     return facts
 
 
@@ -100,6 +95,11 @@ def plan_shards(specs: Mapping[str, Spec], max_bytes: int) -> list[list[str]]:
         shards[-1].append(name)
         size += spec.bytes
     return shards
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileFacts:
+    """Write one safetensors file of tensors that are there already."""
+    return _write_file(path, {name: Spec.of(tensor) for name, tensor in tensors.items()}, tensors.__getitem__, {})
 
 
 def _write_file(
@@ -127,16 +127,22 @@ def _write_file(
             tensor = get(name).detach().to("cpu").contiguous()
             assert Spec.of(tensor) == specs[name], name
             put(tensor.reshape(-1).view(torch.uint8).numpy())
-        file.flush()
-        os.fsync(file.fileno())
         return FileFacts(file.tell(), digest.hexdigest())
 
 
-def write_text(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+def check_same(found: Mapping[str, Spec], expected: Mapping[str, Spec], where: str) -> None:
+    """ValueError, in one sentence that names what differs first, unless names, shapes and types are the same."""
+    for name in expected:
+        if name not in found:
+            raise ValueError(f"{where} is of another model: it has no {name}, which this one needs")
+    for name, spec in found.items():
+        if name not in expected:
+            raise ValueError(f"{where} is of another model: it has {name}, which this one does not know")
+        if spec != expected[name]:
+            raise ValueError(
+                f"{where} is of another model: {name} is {list(spec.shape)} {spec.dtype} there and "
+                f"{list(expected[name].shape)} {expected[name].dtype} here"
+            )
 
 
 def check_files(folder: Path, files: Mapping[str, FileFacts], *, hashes: bool) -> None:
@@ -169,11 +175,6 @@ def refuse_pickle(path: Path) -> None:
             f"{path} is a pickle (made by torch.save?) and not a safetensors file; "
             "pickles can run any code when they are read, so it was not opened"
         )
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class WeightFiles:

@@ -1,8 +1,6 @@
 """Save a model as a folder and load it again, on any machine, without trusting the file."""
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from softmoe import __version__
-from softmoe.models import hub
-from softmoe.models.card import model_card
 from softmoe.models.config import TwoTowerConfig
-from softmoe.models.saved import (
+from softmoe.models.two_tower import TwoTower
+from softmoe.models.vit import VisionTransformer
+from softmoe.storage.card import model_card
+from softmoe.storage.files import read_json, whole_folder, write_bytes, write_json, write_text
+from softmoe.storage.saved import (
     TOKENIZER_FILES,
     Architecture,
     Preprocessing,
@@ -24,24 +24,9 @@ from softmoe.models.saved import (
     is_saved,
     open_saved,
     parse_preprocessing,
-    read_json,
     split_architecture,
 )
-from softmoe.models.two_tower import TwoTower
-from softmoe.models.vit import VisionTransformer
-from softmoe.models.weights import INDEX, SHARD_BYTES, Spec, WeightFiles, check_files, write_text, write_weights
-
-__all__ = [
-    "Preprocessing",
-    "SavedModel",
-    "TokenizerFile",
-    "from_pretrained",
-    "hub",
-    "load_saved",
-    "load_two_tower",
-    "open_saved",
-    "save_pretrained",
-]
+from softmoe.storage.weights import INDEX, SHARD_BYTES, Spec, WeightFiles, check_files, write_weights
 
 _OURS = ("config.json", "README.md", INDEX, "eval.json", "fewshot.json", *TOKENIZER_FILES)
 Model = VisionTransformer | TwoTower
@@ -110,10 +95,7 @@ def save_tensors(
     for spec in specs.values():
         name = str(spec.dtype).removeprefix("torch.")
         dtypes[name] = dtypes.get(name, 0) + 1
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with whole_folder(target) as partial:
         metadata = {"format": "pt", "architecture": json.dumps(architecture.to_dict())}
         files = write_weights(partial, specs, get, metadata=metadata, max_shard_bytes=max_shard_bytes)
         saved = SavedModel(
@@ -128,13 +110,10 @@ def save_tensors(
             tokenizer,
         )
         parameters = sum(torch.Size(spec.shape).numel() for spec in specs.values())
-        write_text(partial / "config.json", json.dumps(saved.to_dict(), indent=2) + "\n")
+        write_json(partial / "config.json", saved.to_dict())
         write_text(partial / "README.md", model_card(saved, parameters))
         if tokenizer is not None:
-            (partial / tokenizer.name).write_bytes(tokenizer.data)
-        put_in_place(partial, target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+            write_bytes(partial / tokenizer.name, tokenizer.data)
     return saved
 
 
@@ -318,20 +297,3 @@ def refuse_strangers(target: Path) -> None:
     strangers = [name for name in inside if name not in _OURS and not name.endswith(".safetensors")]
     if strangers:
         raise ValueError(f"{target} holds a saved model but also {strangers[0]}, which would be lost; move it away")
-
-
-def put_in_place(partial: Path, target: Path) -> None:
-    """Rename, and flush the folder above so that the rename survives a power cut."""
-    old = target.with_name(f".{target.name}.old-{os.getpid()}")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        os.rename(target, old)
-    os.rename(partial, target)
-    shutil.rmtree(old, ignore_errors=True)
-    descriptor = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        pass  # some file systems cannot flush a folder, and need not
-    finally:
-        os.close(descriptor)

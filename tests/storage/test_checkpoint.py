@@ -9,18 +9,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from softmoe.train import checkpoint
-from softmoe.train.checkpoint import (
+from softmoe.storage import checkpoint
+from softmoe.storage.checkpoint import (
     BrokenCheckpoint,
-    CheckpointStore,
     Snapshot,
     copy_tensors,
-    load_optimizer,
+    optimizer_targets,
     optimizer_tensors,
     read_checkpoint,
+    restore,
     write_checkpoint,
 )
-from softmoe.train.config import CheckpointSection, OptimSection
+from softmoe.storage.store import CheckpointSection, CheckpointStore
+from softmoe.storage.weights import Spec
+from softmoe.train.config import OptimSection
 from softmoe.train.optim import make_optimizer, set_learning_rate
 
 
@@ -120,8 +122,8 @@ def test_training_may_go_on_while_a_save_runs(tmp_path: Path, monkeypatch: pytes
     """The snapshot is a copy: weights changed before the writer has begun are not in the file."""
     weight = torch.ones(4)
     go = threading.Event()
-    real = checkpoint.save_file
-    monkeypatch.setattr(checkpoint, "save_file", lambda *a: (go.wait(10), real(*a)))
+    real = checkpoint.write_tensors
+    monkeypatch.setattr(checkpoint, "write_tensors", lambda *a: go.wait(10) and real(*a))
     kept = store(tmp_path)
     kept.save(Snapshot(1, {"model": copy_tensors({"w": weight})}, {"state": {}}))
     weight.zero_()
@@ -138,15 +140,15 @@ def test_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, a
     kept = store(tmp_path, said, asynchronous=asynchronous)
     kept.save(snapshot(2))
     kept.wait()
-    real = checkpoint.save_file
+    real = checkpoint.write_tensors
 
-    def full(tensors, path: Path) -> None:
+    def full(path: Path, tensors):
         if path.stem == file:
             path.write_bytes(b"half")
             raise OSError(errno.ENOSPC, "No space left on device")
-        real(tensors, path)
+        return real(path, tensors)
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
     kept.save(snapshot(4))
     kept.wait()
     assert said == [
@@ -160,7 +162,7 @@ def test_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, a
     assert len(said) == 1
 
 
-def test_optimizer_state_by_name():
+def test_optimizer_state_by_name(tmp_path: Path):
     """Moments and step counts return to the parameters of the same name; unknown names are refused."""
 
     def make(steps: int):
@@ -174,15 +176,16 @@ def test_optimizer_state_by_name():
             optimizer.step()
         return model, optimizer
 
-    _, trained = make(3)
-    _, fresh = make(0)
-    load_optimizer(fresh, copy_tensors(optimizer_tensors(trained)))
+    model, trained = make(3)
+    plain, fresh = make(0)
+    tensors = {"model": copy_tensors(model.state_dict()), "optimizer": copy_tensors(optimizer_tensors(trained))}
+    restore(read_checkpoint(write_checkpoint(tmp_path, Snapshot(3, tensors, {}))), plain, fresh)
     again = optimizer_tensors(fresh)
     for name, value in optimizer_tensors(trained).items():
         assert torch.equal(again[name], value), name
     assert set(again) == {f"{p}/{k}" for p in ("weight", "bias") for k in ("step", "exp_avg", "exp_avg_sq")}
     with pytest.raises(ValueError, match="optimizer state of 'other', which this run does not train"):
-        load_optimizer(fresh, {"other/step": torch.tensor(1.0)})
+        optimizer_targets({"other/step": Spec(torch.float32, ())}, fresh)
 
 
 def test_nothing_is_pickled(tmp_path: Path):

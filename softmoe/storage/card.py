@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from softmoe.models.saved import SavedModel
+from softmoe.storage.saved import SavedModel
 
 _LISTED = 20  # class names shown
 

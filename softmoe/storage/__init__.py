@@ -1,0 +1,46 @@
+"""Bytes on disk: saved models, checkpoints of one process or of many, and the one way files are written."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from softmoe.storage import hub
+    from softmoe.storage.checkpoint import BrokenCheckpoint, Snapshot, read_checkpoint, write_checkpoint
+    from softmoe.storage.pretrained import from_pretrained, load_saved, load_two_tower, save_pretrained, save_tensors
+    from softmoe.storage.saved import Preprocessing, SavedModel, TokenizerFile, open_saved
+    from softmoe.storage.store import CheckpointSection, CheckpointStore
+
+__all__ = [
+    "BrokenCheckpoint",
+    "CheckpointSection",
+    "CheckpointStore",
+    "Preprocessing",
+    "SavedModel",
+    "Snapshot",
+    "TokenizerFile",
+    "from_pretrained",
+    "hub",
+    "load_saved",
+    "load_two_tower",
+    "open_saved",
+    "read_checkpoint",
+    "save_pretrained",
+    "save_tensors",
+    "write_checkpoint",
+]
+_HOMES = {
+    "checkpoint": ("BrokenCheckpoint", "Snapshot", "read_checkpoint", "write_checkpoint"),
+    "pretrained": ("from_pretrained", "load_saved", "load_two_tower", "save_pretrained", "save_tensors"),
+    "saved": ("Preprocessing", "SavedModel", "TokenizerFile", "open_saved"),
+    "store": ("CheckpointSection", "CheckpointStore"),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: who writes a file needs no model."""
+    if name == "hub":
+        return import_module("softmoe.storage.hub")
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"softmoe.storage.{_HOME[name]}"), name)

@@ -1,0 +1,200 @@
+"""Writing that survives a kill or a power cut: a file or a folder is either the old one or the whole new one.
+
+Everything this package keeps is written through `whole_file` or `whole_folder`: beside the target, flushed to the disk,
+then renamed. Reading JSON is here as well, because a file that a stranger made is read as carefully as it is written.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+PARTIAL = ".partial-"
+"""How the names of folders begin that are being written; what a kill leaves of them can be removed."""
+MAX_JSON_BYTES = 1 << 26
+_CANNOT_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS, errno.EISDIR, errno.EACCES, errno.EPERM)
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """Size and checksum of a file, as a manifest or a config.json states them."""
+
+    bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path) -> "FileFacts":
+        return cls(path.stat().st_size, sha256(path))
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a file to write that takes the place of `path` when the block ends, and leaves `path` alone if it fails.
+
+    Missing folders are made. What is no plain file (a pipe, /dev/stdout) cannot be replaced and is written to directly.
+    """
+    if path.exists() and not path.is_file():
+        with path.open("wb") as file:
+            yield file
+        return
+    path = Path(os.path.realpath(path))  # a link stays a link
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name[:50]}.{os.getpid()}-{threading.get_ident()}.tmp")
+    try:
+        with beside.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def write_bytes(path: Path, data: bytes) -> Path:
+    """Replace the file by these bytes in one step."""
+    with whole_file(path) as file:
+        file.write(data)
+    return path
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Replace the file by this text in one step; characters that UTF-8 does not have become question marks."""
+    return write_bytes(path, text.encode(errors="replace"))
+
+
+def write_json(path: Path, value: Any, indent: int | None = 2) -> Path:
+    """Replace the file by this value as JSON in one step."""
+    return write_text(path, json.dumps(value, indent=indent) + "\n")
+
+
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """Give an empty hidden folder to fill, which becomes `target` when the block ends and vanishes if it fails."""
+    partial = target.with_name(f"{PARTIAL}{target.name}-{os.getpid()}")
+    try:
+        empty_folder(partial)
+        yield partial
+        put_in_place(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def empty_folder(path: Path) -> None:
+    """Make the folder, without anything that was in it before."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+
+
+def put_in_place(partial: Path, target: Path) -> None:
+    """Flush all files of a folder to the disk and give it the name `target`; what had that name before is removed."""
+    for path in sorted(partial.rglob("*")):
+        sync_folder(path) if path.is_dir() else sync_file(path)
+    sync_folder(partial)
+    old = target.with_name(f"{PARTIAL}{target.name}-{os.getpid()}-old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        os.rename(target, old)
+    try:
+        os.rename(partial, target)
+    except OSError:
+        if old.exists():
+            os.rename(old, target)
+        raise
+    sync_folder(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder so that a kill in the middle leaves a hidden rest and not a half folder under its name."""
+    trash = path.with_name(f"{PARTIAL}{path.name}-{os.getpid()}-old")
+    shutil.rmtree(trash, ignore_errors=True)
+    os.rename(path, trash)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def sync_file(path: Path) -> None:
+    """Wait until the file's contents are on the disk."""
+    with path.open("rb+" if os.name == "nt" else "rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Make a rename inside the folder durable. Some file systems cannot sync a folder, and need not."""
+    if os.name == "nt":  # there a folder cannot be opened
+        return
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except PermissionError:
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def point_link(link: Path, target: str) -> None:
+    """Make the symbolic link point to `target` (a name in the same folder), in one step.
+
+    Where the file system or the user's rights allow no links, a small file with the name stands for it.
+    """
+    beside = link.with_name(f".{link.name}.{os.getpid()}.tmp")
+    beside.unlink(missing_ok=True)
+    try:
+        beside.symlink_to(target)
+    except (OSError, NotImplementedError):
+        link.unlink(missing_ok=True)
+        write_text(link, target + "\n")
+        return
+    os.replace(beside, link)
+
+
+def follow_link(link: Path) -> Path:
+    """The path that `point_link` made `link` lead to; any other path is returned as it is."""
+    if link.is_symlink() or not link.is_file() or link.stat().st_size > 255:
+        return link
+    name = link.read_text(encoding="utf-8", errors="replace").strip()
+    target = link.parent / name
+    return target if name and Path(name).name == name and target.is_dir() else link
+
+
+def read_json(path: Path) -> Any:
+    """The value in a JSON file. ValueError, in one sentence, for anything that is not plain and unambiguous JSON."""
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("it is not a plain file")
+        if status.st_size > MAX_JSON_BYTES:
+            raise ValueError(f"it has {status.st_size} bytes, and more than {MAX_JSON_BYTES} are not read")
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path} is not valid JSON: it is nested too deeply") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} is there twice")
+    return found

@@ -1,0 +1,174 @@
+"""Tensors that many ranks write and read together, by torch.distributed.checkpoint: every rank its own parts.
+
+A set of tensors is a folder of safetensors files, one per rank, each with the place of its parts in the whole; nothing
+is pickled. Read back on any mesh, or by one process without any; a single safetensors file is read the same way, so a
+run may go from one process to many and back.
+
+The ranks write into a hidden folder; when all of them are done, rank 0 writes the manifest and renames it. A rank that
+dies before that leaves the last checkpoint as it was.
+"""
+
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial as partial_of
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+
+from softmoe.models import TwoTowerConfig, ViTConfig
+from softmoe.storage.checkpoint import write_texts
+from softmoe.storage.files import PARTIAL, FileFacts, empty_folder, put_in_place, sync_file
+from softmoe.storage.pretrained import SavedModel, save_tensors
+from softmoe.storage.weights import Spec
+
+Value = TypeVar("Value")
+
+
+def write_sharded(
+    target: Path,
+    step: int,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    texts: Mapping[str, Any],
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write the checkpoint `target`, called by all ranks of `group`. OSError on every rank if one of them fails.
+
+    To write in the background, give tensors that training does not change, and a group of its own.
+    """
+    rank = dist.get_rank(group)
+    partial = target.with_name(f"{PARTIAL}{target.name}")
+    mine: dict[str, FileFacts] = {}
+
+    def write(name: str) -> None:
+        write_parts(partial / name, tensors[name], group)
+        for path in sorted((partial / name).glob(f"shard-{rank + 1:05d}-*.safetensors")):
+            sync_file(path)
+            mine[f"{name}/{path.name}"] = FileFacts.of(path)
+
+    def finish() -> None:
+        write_texts(partial, step, texts, {name: facts for part in gathered for name, facts in part.items()})
+        put_in_place(partial, target)
+
+    try:
+        together(partial_of(empty_folder, partial) if rank == 0 else None, group)
+        for name in tensors:
+            together(partial_of(write, name), group)
+        gathered = gather(mine, group)
+        together(finish if rank == 0 else None, group)
+    except OSError:
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def write_parts(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Write this rank's parts of `tensors` into the folder, together with all ranks of `group`."""
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save(  # pyright: ignore[reportPrivateImportUsage]
+            dict(tensors), storage_writer=writer, process_group=group, no_dist=not dist.is_initialized()
+        )
+
+
+def part_specs(place: Path) -> dict[str, Spec]:
+    """Names, types and shapes of the tensors at `place`: a folder of parts, or one safetensors file."""
+    metadata = _reader(place).read_metadata().state_dict_metadata
+    return {
+        name: Spec(entry.properties.dtype, tuple(entry.size))  # pyright: ignore[reportAttributeAccessIssue]
+        for name, entry in metadata.items()
+    }
+
+
+def read_parts(
+    place: Path, targets: Mapping[str, Tensor], group: dist.ProcessGroup | None = None, *, alone: bool = False
+) -> None:
+    """Fill `targets` in place, each rank its own parts; `alone` is this process without the others."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # alone is what is meant
+        dcp.load(  # pyright: ignore[reportPrivateImportUsage]
+            dict(targets),
+            storage_reader=_reader(place),
+            process_group=group,
+            no_dist=alone or not dist.is_initialized(),
+        )
+
+
+def save_parts(place: Path, config: ViTConfig | TwoTowerConfig, folder: str | Path, **more: object) -> SavedModel:
+    """Write the weights at `place` as a saved model: one process, one tensor in memory at a time.
+
+    `more` are the options of `save_pretrained`: preprocessing, classes, provenance, max_shard_bytes.
+    """
+    found = part_specs(place)
+
+    def read_whole(name: str) -> Tensor:
+        tensor = torch.empty(found[name].shape, dtype=found[name].dtype)
+        read_parts(place, {name: tensor}, alone=True)
+        return tensor
+
+    return save_tensors(config, found, read_whole, folder, **more)  # pyright: ignore[reportArgumentType]
+
+
+def shared_read(read: Callable[[int, int], Value], group: dist.ProcessGroup | None, kind: type[Exception]) -> Value:
+    """What `read(rank, world)` returns; if it fails on any rank, `kind` is raised on all."""
+    found: list[Value] = []
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    together(lambda: found.append(read(rank, world)), group, kind)
+    return found[0]
+
+
+def together(work: Callable[[], None] | None, group: dist.ProcessGroup | None, kind: type[Exception] = OSError) -> None:
+    """Do the work (None: nothing) and wait for the others; if it failed on any rank, `kind` is raised on all."""
+    error = None
+    try:
+        if work is not None:
+            work()
+    except (Exception, CheckpointException) as caught:  # the latter is no Exception
+        error = one_line(caught)
+    failed = {rank: text for rank, text in enumerate(gather(error, group)) if text}
+    if failed:
+        rank, text = next(iter(failed.items()))
+        raise kind(f"rank {rank}: {text}")
+
+
+def gather(value: Value, group: dist.ProcessGroup | None) -> list[Value]:
+    """The values of all ranks, in their order."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error's text; that of its cause if a distributed save failed."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+class _OneFile(FileSystem):
+    """A folder in which only one file is seen."""
+
+    def __init__(self, file: Path):
+        super().__init__()
+        self.file = file
+
+    def ls(self, path: object) -> list[str]:
+        return [str(self.file)]
+
+
+def _reader(place: Path) -> HuggingFaceStorageReader:
+    if place.is_dir():
+        return HuggingFaceStorageReader(str(place))
+    if not place.is_file():
+        raise ValueError(f"there are no tensors at {place}")
+    reader = HuggingFaceStorageReader(str(place.parent))
+    reader.fs = _OneFile(place)
+    return reader
