@@ -13,6 +13,7 @@ from functools import cache, cached_property
 
 import numpy as np
 
+from softmoe.data.hashing import uniforms
 from softmoe.data.shapes_classes import (
     CLASS_SETS,
     COMPANIONS,
@@ -27,7 +28,7 @@ from softmoe.data.shapes_classes import (
     sentences,
 )
 from softmoe.data.shapes_kernel import MOST, draw
-from softmoe.data.shapes_scenes import Scenes, compose, uniforms
+from softmoe.data.shapes_scenes import Scenes, compose
 from softmoe.data.source import Example, MinSide, fingerprint, positive_int
 
 _LENGTHS = {"train": 2**20}

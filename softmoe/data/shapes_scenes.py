@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from softmoe.data import shapes_tables as tables
-from softmoe.data.hashing import GOLDEN, mix64
+from softmoe.data.hashing import Dice, uniforms
 from softmoe.data.shapes_classes import (
     COLOR_NAMES,
     COMPANIONS,
@@ -42,14 +42,6 @@ def _visible_grounds() -> np.ndarray:
 
 _VISIBLE_GROUNDS = _visible_grounds()
 _SECOND_COLORS = np.array([COLOR_NAMES.index(name) for name in SECONDS])
-
-
-def uniforms(key: int, indices: np.ndarray, count: int) -> np.ndarray:
-    """(len(indices), count) float64 in [0, 1): splitmix64 of (key, index, column), a pure function of the
-    three."""
-    state = np.uint64(key) + mix64(indices.astype(np.uint64) + GOLDEN)
-    columns = np.arange(1, count + 1, dtype=np.uint64) * GOLDEN
-    return (mix64(state[:, None] + columns[None, :]) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 @dataclass
@@ -83,32 +75,11 @@ class Scenes:
     noise: np.ndarray  # (B, 2): strength, where in the table
 
 
-class _Dice:
-    """Hands out columns of one table of uniform numbers, so that adding a draw at the end changes nothing
-    before it."""
-
-    def __init__(self, table: np.ndarray):
-        self.table, self.used = table, 0
-
-    def span(self, low: float | np.ndarray, high: float | np.ndarray) -> np.ndarray:
-        column = self.table[:, self.used]
-        self.used += 1
-        return low + (high - low) * column
-
-    def spans(self, low: tuple[float, ...], high: tuple[float, ...]) -> np.ndarray:
-        """(B, n), the same as n columns one after the other."""
-        first, self.used = self.used, self.used + len(low)
-        return np.array(low) + (np.array(high) - np.array(low)) * self.table[:, first : self.used]
-
-    def pick(self, count: int) -> np.ndarray:
-        return self.span(0, count).astype(np.int64)
-
-
 def compose(classes: np.ndarray, key: int, indices: np.ndarray, clutter: float = 1.0) -> Scenes:
     """Scenes for compositions (B, 7), drawn from (key, index) alone.
 
     `clutter` in [0, 1] scales all that makes a scene harder: pebbles, twigs, uneven light and noise."""
-    dice = _Dice(uniforms(key, indices, _DRAWS))
+    dice = Dice(uniforms(key, indices, _DRAWS))
     color, second, texture, shape, relation, companion_color, companion = classes.T
     big, small = dice.span(0.48, 0.66), dice.span(0.20, 0.28)
     along, across = dice.span(0.85, 1.0) * (big + small), dice.span(-0.35, 0.35)
@@ -151,7 +122,7 @@ def compose(classes: np.ndarray, key: int, indices: np.ndarray, clutter: float =
     )
 
 
-def _fit(dice: _Dice, big: np.ndarray, small: np.ndarray, offset: np.ndarray) -> np.ndarray:
+def _fit(dice: Dice, big: np.ndarray, small: np.ndarray, offset: np.ndarray) -> np.ndarray:
     """A place for the object such that it and its companion, at `offset` from it, lie within the picture."""
     low = np.maximum(-1 + big, -1 + small - offset) - 0.05
     high = np.minimum(1 - big, 1 - small - offset) + 0.05
@@ -159,17 +130,17 @@ def _fit(dice: _Dice, big: np.ndarray, small: np.ndarray, offset: np.ndarray) ->
     return middle + half * dice.span(-1, 1)
 
 
-def _jittered(dice: _Dice, color: np.ndarray) -> np.ndarray:
+def _jittered(dice: Dice, color: np.ndarray) -> np.ndarray:
     return np.clip(_PALETTE[color] + dice.spans((-14,) * 3, (14,) * 3), 0, 255)
 
 
-def _pebble(dice: _Dice, clutter: float) -> Placed:
+def _pebble(dice: Dice, clutter: float) -> Placed:
     shape, color = dice.pick(len(SHAPES)), _jittered(dice, dice.pick(len(_PALETTE)))
     x, y = np.where(dice.span(0, 1) < clutter, dice.span(-1, 1), _OUTSIDE), dice.span(-1, 1)
     return Placed(shape, x, y, dice.span(0.07, 0.14), dice.span(0, 2 * np.pi), color)
 
 
-def _twig(dice: _Dice, main: Placed, clutter: float) -> Placed:
+def _twig(dice: Dice, main: Placed, clutter: float) -> Placed:
     """A thin stick that touches the object's edge; half of them lie outside the picture, that is, are absent."""
     where, present = dice.span(0, 2 * np.pi), dice.span(0, 1) < 0.5 * clutter
     reach = dice.span(0.5, 1.1) * main.radius

@@ -1,6 +1,7 @@
 """What a source of images is, and how a URI-like string becomes one.
 
     shapes?size=48&classes=upstream      our own generator, nothing to download
+    characters?classes=1000              thousands of classes drawn from fonts, nothing to download (extra: plots)
     folder:PATH                          PATH/train/<class>/*, PATH/val/<class>/*, or a tar or tar.gz of that
     wds:PATH/{split}-{000..010}.tar      WebDataset shards
     pairs:PATH                           PATH/train/photo.jpg with its captions in photo.txt
@@ -67,6 +68,7 @@ class Source(Protocol):
 # scheme -> (module, function); the modules are imported when asked for, so that extras stay at the edge
 _SCHEMES = {
     "shapes": ("softmoe.data.shapes", "open_shapes"),
+    "characters": ("softmoe.data.characters", "open_characters"),
     "folder": ("softmoe.data.folder", "open_folder"),
     "wds": ("softmoe.data.wds", "open_wds"),
     "pairs": ("softmoe.data.pairs", "open_pairs"),
@@ -74,7 +76,7 @@ _SCHEMES = {
     "idx": ("softmoe.data.idx", "open_idx"),
     "digits": ("softmoe.data.digits", "open_digits"),
 }
-_WITHOUT_PATH = ("shapes", "digits")
+_WITHOUT_PATH = ("shapes", "characters", "digits")
 
 
 def open_source(uri: str, split: str) -> Source:

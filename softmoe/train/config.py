@@ -92,7 +92,7 @@ class ModelSection:
 @dataclass(frozen=True)
 class DataSection:
     train: str = "shapes"
-    """Source of the training images: shapes, folder:PATH, wds:PATTERN, pairs:PATH, hf:NAME, idx:PATH, digits."""
+    """Training images: shapes, characters, folder:PATH, wds:PATTERN, pairs:PATH, hf:NAME, idx:PATH, digits."""
     val: str | None = None
     """Source of the validation images; None is the same source."""
     train_split: str = "train"
