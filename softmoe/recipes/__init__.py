@@ -1,4 +1,4 @@
-"""One run = one python file: a docstring with command, time and expected result, `recipe()` and `tiny()`.
+"""One run is one python file: a docstring with command, time and measured result, `recipe()` and `tiny()`.
 
     softmoe train quickstart                 a recipe of this folder
     softmoe train path/to/mine.py            a file of the user's own, of the same form

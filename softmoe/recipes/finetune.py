@@ -8,7 +8,9 @@ The settings are those of the original ViT and of V-MoE: SGD with momentum, no w
 gradients cut at 10. They used 512 to 1024 images a step and 10 to 20 thousand steps for ImageNet at 384 pixels; here it
 is a data set of some ten thousand images.
 
-Time: three times the forward FLOPs per image, see `--dry-run`. Expected result: see docs/experiments.md.
+Time: three times the forward FLOPs per image, see `--dry-run`.
+Measured: Imagenette at 96 pixels, 300 steps of 64, from models of Tiny-ImageNet at 64: top-1 54.7 % Soft MoE, 51.1 %
+dense (2 cores of an AMD EPYC, 2026-11-16, one seed). Not run on ImageNet.
 """
 
 from softmoe.data import TransformConfig

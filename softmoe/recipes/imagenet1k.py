@@ -4,7 +4,10 @@
 
 /data/imagenet has train/<class>/*.JPEG and val/<class>/*.JPEG. The settings are those of the reference code's
 from-scratch ImageNet run (batch scaled to 1024, linear decay, weight decay 0.1, RandAugment 2/10, mixup 0.2, dropout
-0.2 in the experts only). Time: 375k steps, days on one accelerator. Expected result: see docs/experiments.md.
+0.2 in the experts only).
+
+Time: 375k steps, days on one accelerator.
+Measured: not run.
 """
 
 from dataclasses import replace

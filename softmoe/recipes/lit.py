@@ -11,8 +11,12 @@ width of its own (text.embed_dim), to which images are projected too; None is th
 code.
 
 The paper trains a ViT-g text tower on 18 billion images of WebLI. Here it is S, for thousands to millions of pairs.
-Time: with kept features a step costs that of the text tower alone, see `--dry-run`. Expected result: see
-docs/experiments.md.
+
+Time: with kept features a step costs that of the text tower alone: 44 s of one core of an AMD EPYC for 600 steps
+of 128.
+Measured: that run on Flickr8k with a text tower of width 64 and a Soft MoE of Tiny-ImageNet: recall at 10 of 10.4 %
+from image to text and 9.7 % from text to image, dense image tower 13.5 and 11.9 % (2026-11-16, one seed). Not run at
+size S.
 """
 
 from dataclasses import replace

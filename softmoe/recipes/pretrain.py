@@ -4,8 +4,10 @@
     softmoe train runs/pretrain/checkpoints/step_00050000 --cooldown 50000      a shorter budget from the same run
 
 The paper: batch 4096 of JFT-4B, 300k steps for the Pareto runs with 50k of cooldown, 4M for the long ones; one
-checkpoint in 50k is kept to branch from. Time: 300k steps of S/16 are 3.2e19 FLOPs, days on a node of accelerators.
-Expected result: see docs/experiments.md.
+checkpoint in 50k is kept to branch from.
+
+Time: 300k steps of S/16 are 3.2e19 FLOPs, days on a node of accelerators.
+Measured: not run.
 """
 
 from dataclasses import replace

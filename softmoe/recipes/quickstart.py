@@ -3,11 +3,13 @@
     softmoe train quickstart
     softmoe train quickstart_dense       the same transformer with MLPs, at equal training FLOPs
 
-What makes Soft MoE win here (docs/experiments.md, "The quickstart"): a quarter as many slots as tokens, in every
-block, so that a step costs 0.64 of a dense one and the same FLOPs buy 1.57 times the steps; and logits that start
-with a scale of 6, since with the paper's 1 every slot is the mean token for most of a short run.
+What makes Soft MoE win here (docs/experiments.md, "The quickstart" and "Controls"): a quarter as many slots as tokens,
+in every block, so that a step costs 0.64 of a dense one and the same FLOPs buy 1.57 times the steps; and logits that
+start with a scale of 6, since with the paper's 1 every slot is the mean token for most of a short run. It is what slots
+give, not what experts give: one expert with the same 16 slots is ahead of sixteen.
 
-Time: about two minutes on 2 cores. Expected result: see docs/experiments.md.
+Time: 143 s on 2 cores of an AMD EPYC.
+Measured: top-1 69.8 %, mean of 3 seeds (69.3, 69.2, 70.9); dense twin 51.7 %; one expert x 16 slots 74.3 % (one seed).
 """
 
 from softmoe.data import TransformConfig

@@ -3,7 +3,9 @@
     softmoe train quickstart_dense
 
 A step costs more here, so it gets fewer of them: the training FLOPs are equal, and so are data, order and seed.
-Time: about two minutes on 2 cores. Expected result: see docs/experiments.md.
+
+Time: 93 s on 2 cores of an AMD EPYC.
+Measured: top-1 51.7 %, mean of 3 seeds (53.4, 47.5, 54.3), 2026-11-16.
 """
 
 from dataclasses import replace

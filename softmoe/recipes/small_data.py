@@ -9,7 +9,9 @@ twin's FLOPs (the second command gives the twin the same total), and the saved o
 shows from a width of about 128 on. Make it larger with model.width, model.depth and schedule.peak (lower for wider),
 and add augmentation (data.transform.rand_layers, mixup) when images are seen more than about ten times.
 
-Time: about 10 minutes on 2 cores. Expected result: see docs/experiments.md, "Tiny-ImageNet".
+Time: 138 ms a step on one core of an AMD EPYC, 650 s for all; the dense twin 161 ms a step.
+Measured: Tiny-ImageNet, 100 classes, top-1 22.8 %, 10-shot on 100 other classes 12.3 %; dense twin at equal FLOPs 20.1
+and 11.7 % (2026-11-15, one seed). With 1,500 steps 13.8 %, one expert x 16 slots 12.6 %, dense 11.9 % (one seed).
 """
 
 from dataclasses import replace
