@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from drawings import ink, keep_figures, points
 
 from softmoe.cli import main
 from softmoe.studies import find, names
@@ -18,12 +19,19 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", names())
-def test_every_study_ends_with_table_figure_and_verdict(name: str, out: Path) -> None:
+def test_every_study_ends_with_table_figure_and_verdict(name: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No panel of the figure is empty or without labels, and each can be seen in the file."""
+    kept = keep_figures(monkeypatch)
     assert main(["study", name, "--scale", "tiny", "--out", str(out)]) == 0
     folder = out / name
     rows = list(csv.DictReader((folder / "results.csv").read_text().splitlines()))
     assert rows
-    assert (folder / f"{name}.png").stat().st_size > 5_000
+    panels = kept[f"{name}.png"].axes
+    for number, axis in enumerate(panels):
+        shown = len(points(axis)) or [text.get_text() for text in axis.texts]
+        assert shown, f"panel {number} is empty"
+        assert axis.get_xlabel() or axis.get_ylabel() or shown == ["not run"], f"panel {number} has no labels"
+        assert ink(folder / f"{name}.png", axis) > 0.001, f"panel {number} cannot be seen"
     verdict = json.loads((folder / "verdict.json").read_text())
     assert verdict["claims"]
     assert all(claim["verdict"] != "not run" for claim in verdict["claims"]), "a claim names cells that do not exist"
