@@ -4,8 +4,8 @@ import sys
 
 import numpy as np
 import pytest
+from drawings import ink, keep_figures, points
 from making import inspection, tiny_model
-from PIL import Image
 
 from softmoe.inspection import plots
 from softmoe.inspection.inspect import write_inspection
@@ -23,14 +23,17 @@ DENSE = {"contributions", "slot_images", "cumulative_dispatch", "cumulative_comb
         ("identity", {"slot_images", "dropping"}),
     ],
 )
-def test_figures(router, names, tmp_path):
-    """Each router gets the figures that mean something for it, as PNG and SVG."""
-    pytest.importorskip("matplotlib")
+def test_figures(router, names, tmp_path, monkeypatch):
+    """Each router gets the figures that mean something for it, as PNG and SVG, and no panel that is used is empty."""
+    kept = keep_figures(monkeypatch)
     drawn = plots.write_figures(inspection(tiny_model(router), router), tmp_path)
     assert {path.stem for path in tmp_path.glob("*.png")} == {path.stem for path in tmp_path.glob("*.svg")} == names
     assert len(drawn) == len(names)
     for path in tmp_path.glob("*.png"):
-        assert np.asarray(Image.open(path).convert("L")).std() > 1
+        panels = [axis for axis in kept[path.name].axes if axis.axison or axis.images]
+        assert panels
+        assert all(len(points(axis)) for axis in panels), path.stem
+        assert all(ink(path, axis) > 0.001 for axis in panels), path.stem
 
 
 def test_shading():

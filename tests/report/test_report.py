@@ -3,7 +3,9 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from drawings import curves
 
 from softmoe.cli import main
 from softmoe.recipes import quickstart, quickstart_dense
@@ -69,9 +71,26 @@ def test_page_is_whole_and_escaped(runs: list[Path], tmp_path: Path) -> None:
 
 
 def test_figures(runs: list[Path]) -> None:
+    """Curves are those of the metrics, one a run; a router's panel has one a layer, a dense run no panel."""
     soft, dense = map(load_run, runs)
-    assert as_svg(comparison([soft, dense])).lstrip().startswith("<svg")
-    assert router_health(soft) is not None
+    figure = comparison([soft, dense])
+    for axis, (x, y, x_factor, y_factor) in zip(
+        figure.axes,
+        [("flops", "val/top1", 1e-12, 100), ("device_seconds", "val/top1", 1, 100), ("images", "loss", 1e-3, 1)],
+        strict=True,
+    ):
+        for run in (soft, dense):
+            xs, ys = run.curve(x, y)
+            assert xs
+            shown = curves(axis)[run.name]
+            assert shown == pytest.approx(np.array([[a * x_factor, b * y_factor] for a, b in zip(xs, ys, strict=True)]))
+    text = as_svg(figure)
+    assert text.lstrip().startswith("<svg")
+    assert text.count("<path") > 20
+    health = router_health(soft)
+    assert health.axes[0].get_ylabel() == "scale of the logits"
+    for axis in health.axes:
+        assert list(curves(axis)) == [f"blocks.{i}" for i in soft.model.moe_blocks]
     assert router_health(dense) is None
 
 
