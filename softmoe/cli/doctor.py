@@ -100,8 +100,7 @@ def batches_of(a: Arguments, source: "Source", loaded: "Loaded"):
 def run_verdicts(run: "RunRecord") -> "list[Verdict]":
     from softmoe.data import Transform, open_source
     from softmoe.data.batch import TrainBatches
-    from softmoe.inspection.doctor import Verdict
-    from softmoe.inspection.history import examine_history, examine_loading
+    from softmoe.inspection.doctor import Verdict, examine_history, examine_loading
 
     c, d = run.config, run.config.data
     found = examine_history(run.rows, c.schedule.warmup)

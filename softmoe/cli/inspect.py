@@ -44,14 +44,14 @@ def main(argv: list[str]) -> int:
 
     from softmoe.inspection import plots
     from softmoe.inspection.inspect import write_inspection
-    from softmoe.inspection.tables import as_text
+    from softmoe.inspection.page import layers_text
 
     names = [a.model, *([a.compare] if a.compare else [])]
     models = [look(a, name) for name in names]
     title = f"Inside {' and '.join(model.name for model in models)}"
     written = write_inspection(models, out_folder(a), title=title, about={"data": a.data, "split": a.split})
     for model in models:
-        print(f"{model.name}: {model.images:,} images\n{as_text(model)}\n")
+        print(f"{model.name}: {model.images:,} images\n{layers_text(model)}\n")
     if not plots.available():
         print("softmoe: no figures were drawn, they need matplotlib: pip install softmoe[plots]", file=sys.stderr)
     for path in written:

@@ -1,4 +1,6 @@
-"""One page that opens from disk, with no server and no network: images, layers and slots to choose from.
+"""Write one page that opens from disk, with no server and no network: images, layers and slots to choose from.
+
+The table of its layers can be had as plain text too.
 
 Names of models, files and classes may come from strangers. They reach the page escaped, inside JSON without "<", and
 are put in place as text; a content policy lets no script run but the page's own.
@@ -22,11 +24,35 @@ from PIL import Image
 from softmoe import __version__
 from softmoe.inspection.collect import Inspection
 from softmoe.inspection.samples import FINEST, Sample, Steps, Table, Weights
-from softmoe.inspection.tables import NOTES, header, layer_lines
 
 PAGE = 4_700_000  # bytes for weights, pictures and figures; weights are as fine as fits, so a page stays below 5 MB
 LEVELS = (FINEST, 127, 63, 31, 15)
 THUMBNAIL = 256
+DENSE = (
+    ("scale", lambda r: r["correlation"] and r["correlation"]["scale"], ".3g"),
+    ("largest dispatch", lambda r: r["dispatch"]["mean_largest"], ".3f"),
+    ("tokens per slot", lambda r: r["dispatch"]["effective"], ".1f"),
+    ("tokens for 90 %", lambda r: r["tokens_per_slot"]["levels"]["0.9"]["mean"], ".1f"),
+    ("largest combine", lambda r: r["combine"]["mean_largest"], ".3f"),
+    ("slots per token", lambda r: r["combine"]["effective"], ".1f"),
+    ("tokens above 2", lambda r: r["token_mass"]["above_2"], ".1%"),
+    ("tokens up to 0.25", lambda r: r["token_mass"]["up_to_0.25"], ".1%"),
+    ("expert max/min", lambda r: r["importance"]["max_over_min"], ".1f"),
+)
+SPARSE = (
+    ("dropped", lambda r: r["dropped"], ".1%"),
+    ("places filled", lambda r: r["filled"], ".1%"),
+    ("largest load", lambda r: max(r["load"]), ".1%"),
+    ("idle experts", lambda r: r["idle_experts"], ".1%"),
+)
+NOTES = (
+    ("largest dispatch, largest combine", "largest weight of a slot (of a token), mean over slots (tokens) and images"),
+    ("tokens per slot, slots per token", "effective number: exp of the entropy of the weights"),
+    ("tokens for 90 %", "how many tokens make 90 % of a slot's weight, mean over slots and images"),
+    ("tokens above 2, up to 0.25", "tokens whose dispatch weights, summed over all slots, are so large or small"),
+    ("expert max/min", "mean combine weight of the most important expert over that of the least important one"),
+    ("dropped", "tokens that no expert takes"),
+)
 
 
 def write_page(
@@ -37,7 +63,7 @@ def write_page(
     lead: str = "",
     figures: Sequence[Sequence[tuple[str, bytes]]] = (),
 ) -> Path:
-    """`figures` gives for each model its (caption, PNG) pairs."""
+    """Write the page; `figures` gives for each model its (caption, PNG) pairs."""
     room = files("softmoe.inspection")
     script, style = (room.joinpath(name).read_text() for name in ("page.js", "page.css"))
     assert "</" not in script
@@ -64,7 +90,7 @@ def write_page(
 
 
 def page_data(models: Sequence[Inspection], spent: int = 0) -> dict[str, Any]:
-    """What the script works on. Pictures that two models share are kept once. `spent` is what figures take."""
+    """Collect what the script works on. Pictures that two models share are kept once. `spent` is what figures take."""
     pictures: dict[str, int] = {}
     shown = [[pictures.setdefault(thumbnail(s), len(pictures)) for s in model.samples] for model in models]
     packed = pack_all(models, PAGE - spent - sum(map(len, pictures)))
@@ -96,7 +122,7 @@ def model_data(model: Inspection, pictures: list[int], packed: list[dict[str, An
 
 
 def pack_all(models: Sequence[Inspection], budget: int) -> list[list[dict[str, Any]]]:
-    """The weights of all samples of all models, in the finest steps that fit the budget, or else the coarsest."""
+    """Pack the weights of all samples of all models, in the finest steps that fit the budget, or else the coarsest."""
     packed: list[list[dict[str, Any]]] = []
     for levels in LEVELS:
         packed = [
@@ -117,7 +143,7 @@ def pack_weights(weights: Weights) -> dict[str, Any]:
 
 
 def pack_table(table: Table) -> dict[str, Any]:
-    """Codes of the tokens' and the slots' part (soft only, two bytes each), then of the rest; deflated, in base64."""
+    """Pack the codes: tokens and slots (soft only, two bytes each), then the rest; deflated, in base64."""
     parts: dict[str, Steps] = {"rest": table.rest_MS}
     raw = b""
     if table.soft:
@@ -154,6 +180,43 @@ def safe_json(value: Any) -> str:
 
 
 def short(layer: str) -> str:
-    """block 3 for encoder.blocks.3.mlp; other names as they are."""
+    """Shorten encoder.blocks.3.mlp to block 3; other names stay as they are."""
     parts = layer.split(".")
     return f"block {parts[2]}" if layer.startswith("encoder.blocks.") and len(parts) == 4 else layer
+
+
+def header(model: Inspection) -> list[str]:
+    return ["layer", "router", "slots", "tokens", *(name for name, _, _ in columns(model))]
+
+
+def layer_lines(model: Inspection) -> list[list[str]]:
+    """Return one line of text per layer; "-" where a column does not fit the kind of router."""
+    lines = []
+    for name, r in model.layers.items():
+        slots = r["experts"] * r["slots_per_expert"]
+        cells = [name.removeprefix("encoder."), r["router"], str(slots), str(r["tokens"])]
+        known = DENSE if r["kind"] == "dense" else SPARSE
+        cells += [show(get(r), form) if (title, get, form) in known else "-" for title, get, form in columns(model)]
+        lines.append(cells)
+    return lines
+
+
+def columns(model: Inspection) -> list[tuple[str, Any, str]]:
+    kinds = {r["kind"] for r in model.layers.values()}
+    return [*(DENSE if "dense" in kinds else ()), *(SPARSE if "sparse" in kinds else ())]
+
+
+def show(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def layers_text(model: Inspection) -> str:
+    """Format the layers of a model as columns under each other: words to the left, numbers to the right."""
+    lines = [header(model), *layer_lines(model)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    )

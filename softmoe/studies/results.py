@@ -1,21 +1,54 @@
-"""The table of a study: a row per run, with what it was (labels), its seed, and what came out (numbers)."""
+"""The table of a study: a row per run, with what it was (labels), its seed, and what came out (numbers).
+
+Differences are means over seeds with confidence intervals by Student's t distribution.
+"""
 
 import csv
 import io
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
-
-from softmoe.studies.statistics import Interval, interval, paired
 
 QUALITY = {"top1": "validation top-1 (%)", "10shot": "10-shot transfer (%)"}
 """The paper's two measures: precision upstream, and 10-shot accuracy on other classes. Both in percent."""
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over `count` seeds and how far it may lie from the truth: infinitely far for one seed; count 0: exact."""
+
+    mean: float
+    half: float
+    count: int
+
+    @property
+    def low(self) -> float:
+        return self.mean - self.half
+
+    @property
+    def high(self) -> float:
+        return self.mean + self.half
+
+    def __str__(self) -> str:
+        """Three digits of the larger of the two numbers."""
+        largest = max(abs(self.mean), self.half if self.count > 1 else 0.0)
+        digits = max(0, 2 - math.floor(math.log10(largest))) if largest else 0
+        mean = f"{self.mean:+.{digits}f}"
+        return (
+            f"{mean} ({('by formula', 'one seed')[self.count]})"
+            if self.count < 2
+            else f"{mean} ± {self.half:.{digits}f}"
+        )
 
 
 @dataclass(frozen=True)
 class Row:
+    """One finished run."""
+
     labels: dict[str, Any]
     seed: int
     numbers: dict[str, float]
@@ -35,7 +68,7 @@ class Table:
         return len(self.rows)
 
     def where(self, **labels: Any) -> "Table":
-        """The rows with these labels; a tuple of values means any of them."""
+        """Return the rows with these labels; a tuple of values means any of them."""
 
         def fits(row: Row, key: str, wanted: Any) -> bool:
             found = row.labels.get(key)
@@ -44,16 +77,16 @@ class Table:
         return Table(tuple(row for row in self.rows if all(fits(row, k, v) for k, v in labels.items())))
 
     def distinct(self, label: str) -> list[Any]:
-        """The values of a label, in the order of the plan."""
+        """Return the values of a label, in the order of the plan."""
         return list(dict.fromkeys(row.labels[label] for row in self.rows if label in row.labels))
 
     @property
     def quality(self) -> list[str]:
-        """Which of the paper's two measures there are."""
+        """Those of the paper's two measures that some row has."""
         return [name for name in QUALITY if any(name in row.numbers for row in self.rows)]
 
     def values(self, number: str) -> dict[int, float]:
-        """By seed; where a seed has several rows, their mean."""
+        """Return a number by seed; where a seed has several rows, their mean."""
         found: dict[int, list[float]] = {}
         for row in self.rows:
             if row.numbers.get(number) is not None:
@@ -68,7 +101,7 @@ class Table:
         return fmean(values.values()) if values else None
 
     def minus(self, other: "Table", number: str) -> Interval | None:
-        """Mean difference, seed by seed."""
+        """Return the mean difference, seed by seed."""
         return paired(self.values(number), other.values(number))
 
     def to_csv(self) -> str:
@@ -89,12 +122,50 @@ def show(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else "" if value is None else str(value)
 
 
-def join(tables: Iterable[Table]) -> Table:
-    return Table(tuple(row for table in tables for row in table))
-
-
-def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
+def markdown_table(lines: Sequence[Sequence[str]]) -> str:
+    """Format lines of cells, the first of them the header, as a Markdown table."""
     head, *body = lines
     rows = [head, ["---"] * len(head), *body]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def interval(values: Sequence[float], level: float = LEVEL) -> Interval | None:
+    """Return the confidence interval of the mean of independent values; None if there is no value."""
+    count = len(values)
+    if count < 2:
+        return Interval(values[0], math.inf, 1) if count else None
+    return Interval(fmean(values), t_quantile(0.5 + level / 2, count - 1) * stdev(values) / math.sqrt(count), count)
+
+
+def exact(value: float) -> Interval:
+    """Return the interval of what a formula says: a point."""
+    return Interval(value, 0.0, 0)
+
+
+def paired(a: Mapping[int, float], b: Mapping[int, float]) -> Interval | None:
+    """Return the interval of a - b over the seeds that both have: equal seeds saw the same images in the same order."""
+    return interval([a[seed] - b[seed] for seed in a if seed in b])
+
+
+def t_quantile(probability: float, freedom: int) -> float:
+    """The value below which a t variable of `freedom` degrees lies with this probability, 0.5 at least."""
+    if not 0.5 <= probability < 1.0 or freedom < 1:
+        raise ValueError(f"expected a probability in [0.5, 1) and freedom of 1 at least, got {probability}, {freedom}")
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _below(middle, freedom) < probability else (low, middle)
+    return math.sqrt(freedom) * math.tan((low + high) / 2)
+
+
+def _below(angle: float, freedom: int) -> float:
+    """P(T < t) with t = sqrt(freedom) tan(angle): there the density is cos(angle) ** (freedom - 1), up to a factor.
+
+    Its integral is done by parts, two powers at a time, down to that of 1 or of the cosine.
+    """
+    whole = 1.0 if freedom % 2 == 0 else math.pi / 2  # integral from 0 to pi / 2 of the lowest power
+    part = math.sin(angle) if freedom % 2 == 0 else angle
+    for power in range(2 + (freedom % 2 == 0), freedom, 2):
+        part = math.cos(angle) ** (power - 1) * math.sin(angle) / power + (power - 1) / power * part
+        whole *= (power - 1) / power
+    return 0.5 + 0.5 * part / whole

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from softmoe.storage.files import write_json, write_text
-from softmoe.studies.results import QUALITY, Table, aligned
-from softmoe.studies.statistics import Interval
+from softmoe.studies.results import QUALITY, Interval, Table, markdown_table
 
 Word = Literal["confirmed", "not confirmed at this size", "opposite", "not run"]
 
@@ -62,7 +61,7 @@ def write_verdict(folder: Path, title: str, story: str, claims: list[Claim], not
     for claim in claims:
         ours = "-" if claim.found is None else f"{claim.found} {claim.unit}{seeds(claim.found)}"
         lines.append((claim.text, claim.paper or "-", ours, claim.word))
-    text = "\n\n".join([f"# {title}", story, aligned(lines), *notes]) + "\n"
+    text = "\n\n".join([f"# {title}", story, markdown_table(lines), *notes]) + "\n"
     values = {"study": title, "claims": [claim.to_dict() for claim in claims], "notes": notes}
     return [
         write_text(folder / "verdict.md", text),

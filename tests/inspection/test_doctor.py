@@ -6,8 +6,13 @@ from making import pixels, tiny_model
 
 from softmoe.data import to_tensor
 from softmoe.inspection import correlation_summary, doctor, layer_results
-from softmoe.inspection.doctor import examine_layers, examine_machine, examine_parameters
-from softmoe.inspection.history import examine_history, examine_loading
+from softmoe.inspection.doctor import (
+    examine_history,
+    examine_layers,
+    examine_loading,
+    examine_machine,
+    examine_parameters,
+)
 from softmoe.inspection.record import moe_layers
 
 
@@ -163,7 +168,7 @@ def test_gaps_and_short_courses():
 def test_data_loading(monkeypatch):
     """The run's images per second against what the workers could read, by a clock that is set by hand."""
     clock = iter(range(1000))
-    monkeypatch.setattr("softmoe.inspection.history.time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("softmoe.inspection.doctor.time.perf_counter", lambda: float(next(clock)))
     batches = dict.fromkeys(range(3))  # one second each
     for workers, batch, ill in ((1, 100, True), (1, 200, False), (4, 50, False), (0, 200, True), (0, 400, False)):
         assert examine_loading(course(), workers, batches, batch).wrong is ill, (workers, batch)

@@ -9,7 +9,7 @@ from making import inspection, tiny_model
 
 from softmoe.inspection import plots
 from softmoe.inspection.inspect import write_inspection
-from softmoe.inspection.tables import as_text
+from softmoe.inspection.page import layers_text
 
 DENSE = {"contributions", "slot_images", "cumulative_dispatch", "cumulative_combine", "slot_correlation", "collapse"}
 
@@ -60,10 +60,10 @@ def test_without_matplotlib(tmp_path, monkeypatch):
 def test_text_table():
     """Columns under each other; a dash where a column is of another kind of router."""
     soft, sparse = inspection(tiny_model(), "a"), inspection(tiny_model("experts_choice"), "b")
-    lines = as_text(soft).splitlines()
+    lines = layers_text(soft).splitlines()
     assert len(lines) == 3
     assert len({len(line) for line in lines}) == 1
     both = soft.layers | {f"other.{name}": r for name, r in sparse.layers.items()}
-    mixed = as_text(type(soft)("c", 3, both, {}))
+    mixed = layers_text(type(soft)("c", 3, both, {}))
     assert mixed.splitlines()[1].endswith("-")
     assert "dropped" in mixed

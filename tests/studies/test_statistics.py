@@ -6,7 +6,7 @@ from statistics import fmean
 
 import pytest
 
-from softmoe.studies.statistics import Interval, interval, paired, t_quantile
+from softmoe.studies.results import Interval, interval, paired, t_quantile
 
 
 @pytest.mark.parametrize(

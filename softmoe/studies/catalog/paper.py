@@ -17,8 +17,7 @@ from softmoe.budget.paper.misfits import LARGE
 from softmoe.studies.catalog.pareto import PAPER_COSTS, ROUTERS, printed
 from softmoe.studies.figures import COLORS, PAPER_QUALITY, ROUTING, finish, panels, pareto
 from softmoe.studies.lab import Cell, Lab
-from softmoe.studies.results import Row, Table, aligned
-from softmoe.studies.statistics import exact
+from softmoe.studies.results import Row, Table, exact, markdown_table
 from softmoe.studies.verdict import Claim
 
 TABLES = ("ablations", "bpr", "placement_soft", "placement_tokens_choice", "placement_experts_choice", "lit")
@@ -77,11 +76,11 @@ def notes(table: Table) -> list[str]:
         names = [str(row.labels[name] or "") for name in head[:4]]
         lines.append([*names, *(f"{v:.4g}" if v is not None else "" for v in (shot, days))])
         lines[-1] += [f"{row.numbers[name]:.4g}" for name in cost_columns]
-    found = [f"## Costs, printed and ours\n\n{aligned(lines)}"]
+    found = [f"## Costs, printed and ours\n\n{markdown_table(lines)}"]
     for name in TABLES:
         printed_rows = read_table(name)
         body = [list(printed_rows[0]), *(list(row.values()) for row in printed_rows)]
-        found.append(f"## {name}\n\n{aligned(body)}")
+        found.append(f"## {name}\n\n{markdown_table(body)}")
     return found
 
 

@@ -15,8 +15,7 @@ from softmoe.inspection.record import moe_layers
 from softmoe.moe import SoftRouter
 from softmoe.studies.figures import panels, said
 from softmoe.studies.lab import Cell, Lab
-from softmoe.studies.results import Row, Table
-from softmoe.studies.statistics import paired
+from softmoe.studies.results import Row, Table, paired
 from softmoe.studies.verdict import Claim
 
 

@@ -13,8 +13,7 @@ from typing import Any
 from softmoe.budget.paper import read_table
 from softmoe.studies.figures import COLORS, finish, label, panels, round_ticks
 from softmoe.studies.lab import Cell, Lab, wide
-from softmoe.studies.results import Table
-from softmoe.studies.statistics import exact
+from softmoe.studies.results import Table, exact
 from softmoe.studies.verdict import Claim, better
 
 LONGER = 3
