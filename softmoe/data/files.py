@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
+import json
 import os
-import shutil
 import stat
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from softmoe.machine import cache_folder
+
+_UNPACKED_BYTES, _UNPACKED_RATIO = 1_000_000_000, 200  # a .gz may unpack to the larger of so much and so many times it
+_HEADER_BYTES = 16_000_000  # of a tar: long names and the like
 
 
 class Names:
@@ -35,6 +41,21 @@ class Names:
 
     def __iter__(self) -> Iterator[str]:
         return (self[i] for i in range(len(self)))
+
+
+def parse_json(text: str | bytes, where: str) -> Any:
+    """The value of a JSON text; ValueError, naming `where` it stands, for what is none or is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"{where} is not valid JSON: it is nested too deeply.") from error
+    except ValueError as error:
+        raise ValueError(f"{where} is not valid JSON: {error}.") from error
+
+
+def read_json(path: Path) -> Any:
+    """The value in a JSON file in UTF-8."""
+    return parse_json(path.read_bytes(), str(path))
 
 
 def file_size(path: str | Path) -> int:
@@ -68,16 +89,36 @@ class ByteReader:
             os.close(handle)
 
 
+class _Headers(io.BufferedReader):
+    """A tar of which only headers are read, so that one which claims to be of gigabytes is not waited for."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or not 0 <= size <= _HEADER_BYTES:
+            raise tarfile.ReadError("a header has a wrong size")
+        return super().read(size)
+
+
 def tar_members(path: Path) -> Iterator[tuple[str, int, int]]:
-    """(name, offset, size) of each regular file in an uncompressed tar, in the order of the tar."""
+    """(name, offset, size) of each regular file in an uncompressed tar, in the order of the tar. Every member must
+    lie within the file and behind the one before, or tarfile would go round in circles."""
+    whole, last = path.stat().st_size, -1
     try:
-        with tarfile.open(path, "r:") as tar:
+        with io.FileIO(path) as raw, tarfile.open(fileobj=_Headers(raw), mode="r:") as tar:
             for member in tar:
+                if member.offset <= last or member.size < 0:
+                    raise tarfile.ReadError(f"the member {member.name[:80]!r} has a wrong size")
                 if member.isreg():
+                    if member.issparse():
+                        raise tarfile.ReadError(f"the member {member.name[:80]!r} is stored with holes")
+                    if member.offset_data + member.size > whole:
+                        raise tarfile.ReadError(f"the member {member.name[:80]!r} reaches beyond the end of the file")
                     yield member.name.removeprefix("./"), member.offset_data, member.size
+                last = member.offset
                 tar.members = []  # pyright: ignore[reportAttributeAccessIssue]  # tarfile keeps every member it has seen; we keep our own
     except tarfile.TarError as error:
         raise ValueError(f"The file {path} is not a readable tar ({error}); download or pack it again.") from error
+    except (ArithmeticError, EOFError, IndexError, KeyError, OSError, RecursionError, TypeError, ValueError) as error:
+        raise ValueError(f"The file {path} is not a readable tar: a header is damaged; pack it again.") from error
 
 
 def unpacked(path: Path) -> Path:
@@ -101,10 +142,13 @@ def unpacked(path: Path) -> Path:
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{key}-")
     try:
         with os.fdopen(handle, "wb") as out, gzip.open(path, "rb") as packed:
-            shutil.copyfileobj(packed, out, 1 << 20)
+            while chunk := packed.read(1 << 20):
+                if out.tell() > max(_UNPACKED_BYTES, _UNPACKED_RATIO * status.st_size):
+                    raise zlib.error(f"it unpacks to more than {_UNPACKED_RATIO} times its size")
+                out.write(chunk)
         os.replace(temporary, target)
-    except (OSError, EOFError) as error:
-        if isinstance(error, (gzip.BadGzipFile, EOFError)):
+    except (OSError, EOFError, zlib.error) as error:
+        if isinstance(error, (gzip.BadGzipFile, EOFError, zlib.error)):
             raise ValueError(f"The file {path} is not a whole gzip file ({error}); download it again.") from error
         raise ValueError(
             f"Cannot unpack {path} into {target.parent} ({error}); set SOFTMOE_CACHE to a folder with room."

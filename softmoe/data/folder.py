@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from softmoe.data.decode import decode, read_image_file, read_member
-from softmoe.data.files import ByteReader, Names, file_size, tar_members, unpacked
-from softmoe.data.source import Example, MinSide, fingerprint
+from softmoe.data.files import ByteReader, Names, file_size, parse_json, read_json, tar_members, unpacked
+from softmoe.data.source import Example, MinSide, fingerprint, speakable
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")
 _TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
@@ -76,7 +76,7 @@ def open_folder(path: str, split: str) -> FolderSource:
         tree = {s: _scan_split(root / s) for s in ("train", split) if (root / s).is_dir()}
         titles = _read_titles(root)
     found = _checked_split(root, tree, split)
-    classes = sorted(tree.get("train", found))
+    classes = list(speakable(sorted(tree.get("train", found)), str(root)))
     strangers = sorted(set(found) - set(classes))
     if strangers:
         raise ValueError(
@@ -126,17 +126,13 @@ def _is_image(name: str) -> bool:
 
 def _read_titles(root: Path) -> dict[str, str]:
     file = root / "classes.json"
-    return _parse_titles(file.read_text(), str(file)) if file.is_file() else {}
+    return _checked_titles(read_json(file), str(file)) if file.is_file() else {}
 
 
-def _parse_titles(text: str, where: str) -> dict[str, str]:
-    try:
-        titles = json.loads(text)
-        return {str(k): str(v) for k, v in titles.items()}
-    except (ValueError, AttributeError) as error:
-        raise ValueError(
-            f'{where} must be an object of folder name to class name, {{"n01": "tench"}}: {error}.'
-        ) from error
+def _checked_titles(titles: object, where: str) -> dict[str, str]:
+    if not isinstance(titles, dict):
+        raise ValueError(f'{where} must be an object of folder name to class name, {{"n01": "tench"}}.')
+    return dict(zip(titles, speakable(map(str, titles.values()), where), strict=True))
 
 
 def _scan_tar(tar: Path) -> tuple[dict[str, dict[str, list]], dict[str, str], Path]:
@@ -152,7 +148,8 @@ def _scan_tar(tar: Path) -> tuple[dict[str, dict[str, list]], dict[str, str], Pa
     for full_name, offset, size in members:
         name = full_name[skip:]
         if name == "classes.json":
-            titles = _parse_titles(ByteReader(tar).read(offset, size).decode(), f"{tar}: classes.json")
+            where = f"{tar}: classes.json"
+            titles = _checked_titles(parse_json(ByteReader(tar).read(offset, size), where), where)
         split, _, rest = name.partition("/")
         class_name, _, file = rest.partition("/")
         if file and _is_image(file.rsplit("/", 1)[-1]):

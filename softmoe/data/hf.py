@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from softmoe.data.decode import BrokenImage, decode, read_image_file
-from softmoe.data.source import Example, MinSide, fingerprint
+from softmoe.data.source import Example, MinSide, count_classes, fingerprint, shortened
 
 _CAPTIONS = ("captions", "caption", "text", "sentences")
 _LABELS = ("label", "labels", "fine_label", "class")
@@ -109,14 +109,18 @@ def _class_names(rows: Any, label: str | None, kind: Any) -> list[str]:
     if hasattr(inner, "names"):
         return list(inner.names)
     largest = max((max(_labels(value), default=-1) for value in rows[label]), default=-1)
-    return [str(i) for i in range(largest + 1)]
+    return [str(i) for i in range(count_classes(largest, len(rows)))]
 
 
 def _sentences(value: Any) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value or ())
+    sentences = value if isinstance(value, list) else [value]
+    return tuple(sentence for sentence in sentences if isinstance(sentence, str))
 
 
 def _labels(value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
-    return tuple(int(v) for v in value) if isinstance(value, list) else (int(value),)
+    try:
+        return tuple(int(v) for v in value) if isinstance(value, list) else (int(value),)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"A label must be a class number, or a list of them, not {shortened(value)!r}.") from error

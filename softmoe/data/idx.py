@@ -3,11 +3,13 @@ on."""
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
+from softmoe.data.decode import MAX_PIXELS
 from softmoe.data.files import unpacked
 from softmoe.data.source import Example, MinSide, fingerprint
 
@@ -27,6 +29,12 @@ class IdxSource:
             raise ValueError(
                 f"{images.name} has the shape {self._pixels.shape} and {labels.name} {self._labels.shape}; "
                 "expected (n, h, w) or (n, h, w, 3) images and (n,) labels."
+            )
+        height, width, *colors = self._pixels.shape[1:]
+        if not 0 < height * width <= MAX_PIXELS or colors not in ([], [3]):
+            raise ValueError(
+                f"{images.name} holds images of the shape {self._pixels.shape[1:]}; expected (h, w) or (h, w, 3), "
+                f"at most {MAX_PIXELS:,} pixels."
             )
         self.classes = tuple(str(i) for i in range(classes))
         self.fingerprint = fingerprint("idx", list(self._pixels.shape), self._labels.tobytes())
@@ -82,6 +90,8 @@ def _mapped(path: Path) -> np.ndarray:
     axes = head[3]
     shape = tuple(int(n) for n in np.fromfile(path, dtype=">i4", count=axes, offset=4))
     start = 4 + 4 * axes
-    if path.stat().st_size < start + int(np.prod(shape)):
+    if not 1 <= axes <= 4 or min(shape, default=0) < 1:
+        raise ValueError(f"{path} has the shape {shape[:8]}; an idx file of images or labels has one to four axes.")
+    if len(shape) < axes or path.stat().st_size < start + math.prod(shape):
         raise ValueError(f"{path} is shorter than its header says, {shape}; download it again.")
     return np.memmap(path, dtype=np.uint8, mode="r", offset=start, shape=shape)

@@ -30,6 +30,7 @@ import numpy as np
 # once, before decoding. A transform uses the function to choose its crop first and then have only that much
 # of the image decoded.
 MinSide = int | Callable[[int, int], int] | None
+FEW_CLASSES, MAX_CLASSES = 100_000, 1_000_000  # see count_classes
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,40 @@ def fingerprint(*parts: str | bytes | Iterable[int]) -> str:
         digest.update(len(data).to_bytes(8, "little"))
         digest.update(data)
     return digest.hexdigest()
+
+
+def count_classes(largest: int, examples: int, stated: int = 0) -> int:
+    """How many classes there are if labels go up to `largest`. Numbers far above what the data can hold are damage,
+    and a list of names for each would fill the memory: there must be fewer than `FEW_CLASSES`, or than ten for each
+    example, or as many as were stated, and never more than `MAX_CLASSES`."""
+    limit = stated or min(max(FEW_CLASSES, 10 * examples), MAX_CLASSES)
+    if stated > MAX_CLASSES:
+        raise ValueError(f"The option classes is {stated}, but there may be at most {MAX_CLASSES:,} classes.")
+    if largest >= limit and stated:
+        raise ValueError(f"The data has the label {shortened(largest)}, outside the {stated} classes that were stated.")
+    if largest >= limit:
+        raise ValueError(
+            f"The data has the label {shortened(largest)}, and {examples:,} examples can hardly have so many classes: "
+            f"{limit:,} is the limit."
+        )
+    return stated or largest + 1
+
+
+def speakable(names: Iterable[str], where: str) -> tuple[str, ...]:
+    """The names of classes, all of them UTF-8: others could not be written into a saved model at the end of a run."""
+    known = tuple(names)
+    for name in known:
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"The class {name!a} of {where} has a name that is not UTF-8; rename it.") from error
+    return known
+
+
+def shortened(value: object) -> str:
+    """At most forty characters of what a stranger's file says, for a message; not more than one line."""
+    text = str(value) if not isinstance(value, int) or value.bit_length() < 200 else "of more than 60 digits"
+    return text if len(text) <= 40 else text[:40] + "..."
 
 
 def positive_int(name: str, value: str | int) -> int:

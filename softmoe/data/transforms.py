@@ -50,8 +50,11 @@ class TransformConfig:
                 "erase is a chance in [0, 1], mixup and pad are at least 0 and central_ratio at least 1, not "
                 f"{self.erase}, {self.mixup}, {self.pad} and {self.central_ratio}."
             )
-        if not 0 <= self.rand_magnitude <= 30 or self.rand_layers < 0:
-            raise ValueError(f"RandAugment takes magnitudes from 0 to 30, not {self.rand_magnitude}.")
+        if not 0 <= self.rand_magnitude <= 30 or not 0 <= self.rand_layers <= 100:
+            raise ValueError(
+                f"RandAugment takes magnitudes from 0 to 30 and at most 100 layers, not {self.rand_magnitude} and "
+                f"{self.rand_layers}."
+            )
 
     @property
     def size(self) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import glob
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,14 +25,16 @@ from pathlib import Path
 
 import numpy as np
 
-from softmoe.data.decode import decode, read_member
-from softmoe.data.files import ByteReader, Names, tar_members, unpacked
-from softmoe.data.source import Example, MinSide, fingerprint, positive_int
+from softmoe.data.decode import BrokenImage, decode, read_member
+from softmoe.data.files import ByteReader, Names, parse_json, read_json, tar_members, unpacked
+from softmoe.data.source import Example, MinSide, count_classes, fingerprint, positive_int, shortened, speakable
 
 _IMAGES = ("jpg", "jpeg", "png", "webp")
 _PARTS = (*_IMAGES, "cls", "json", "txt")
 _BRACES = re.compile(r"\{([^{}]*)\}")
-_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_RANGE = re.compile(r"(\d{1,18})\.\.(\d{1,18})")
+_MOST_SHARDS = 1_000_000
+_MOST_TEXT = 16_000_000  # bytes of a part that is not an image
 
 
 @dataclass
@@ -93,20 +96,29 @@ class WdsSource:
         name = f"{self._titles[self._shard[index]]}/{self._keys[index]}"
         offset, size = self._spans[index, 0]
         image = read_member(shard, int(offset), int(size), name) if size else b""
-        captions = self._captions(index)
+        try:
+            captions = self._captions(index)
+        except ValueError as error:
+            raise BrokenImage(name, "its json part is not valid JSON") from error
         start = int(self._label_ends[index - 1]) if index else 0
         labels = tuple(self._labels[start : int(self._label_ends[index])].tolist())
         return Example(decode(image, name, min_side), labels, captions, name)
 
     def read_captions(self, indices: Sequence[int] | np.ndarray) -> list[tuple[str, ...]]:
-        """Without decoding the images."""
-        return [self._captions(int(index)) for index in indices]
+        """Without decoding the images; none where the json part is damaged."""
+        found = []
+        for index in indices:
+            try:
+                found.append(self._captions(int(index)))
+            except ValueError:
+                found.append(())
+        return found
 
     def _captions(self, index: int) -> tuple[str, ...]:
         shard = self._shards[self._shard[index]]
         facts, text = (shard.read(int(o), int(n)) if n else b"" for o, n in self._spans[index, 1:])
         lines = tuple(line.strip() for line in text.decode("utf-8", "replace").splitlines() if line.strip())
-        return lines if lines or not facts else _caption_facts(facts)
+        return lines if lines or not facts else _caption_facts(parse_json(facts, "the json part"))
 
 
 def open_wds(
@@ -138,6 +150,8 @@ def open_wds(
 
 def expand(pattern: str) -> list[Path]:
     """The files that a pattern with braces and stars names; each must exist."""
+    if _variants(pattern) > _MOST_SHARDS:
+        raise ValueError(f"The shards {shortened(pattern)!r} are more than {_MOST_SHARDS:,} names.")
     files: list[Path] = []
     for name in _expand_braces(str(Path(pattern).expanduser())):
         matches = sorted(glob.glob(name)) if glob.has_magic(name) else [name] if Path(name).is_file() else []
@@ -145,6 +159,13 @@ def expand(pattern: str) -> list[Path]:
             raise ValueError(f"No file {name} for the shards {pattern!r}; check the folder and the numbers in braces.")
         files += map(Path, matches)
     return files
+
+
+def _variants(pattern: str) -> int:
+    """How many names the braces stand for, at most."""
+    ranges = [_RANGE.fullmatch(inside) for inside in _BRACES.findall(pattern)]
+    counts = [max(1, int(found[2]) - int(found[1]) + 1) for found in ranges if found]
+    return math.prod([*counts, *(inside.count(",") + 1 for inside in _BRACES.findall(pattern))])
 
 
 def _expand_braces(pattern: str) -> Iterator[str]:
@@ -178,6 +199,8 @@ def _index(number: int, shard: Path, title: str) -> list[_Row]:
         if suffix in _IMAGES:
             row.image = (offset, size)
         else:
+            if size > _MOST_TEXT:
+                raise ValueError(f"The part {suffix} of {title}/{key} has {size} bytes; {_MOST_TEXT:,} are the limit.")
             row.parts[suffix] = (offset, size)
     reader = ByteReader(shard)
     kept = [row for row in rows.values() if row.image is not None]
@@ -196,16 +219,13 @@ def _class_number(text: object, where: str) -> int:
     except ValueError:
         number = -1
     if number < 0:
-        raise ValueError(f"The label of {where} must be a class number from 0, not {str(text).strip()!r}.")
+        raise ValueError(f"The label of {where} must be a class number from 0, not {shortened(str(text).strip())!r}.")
     return number
 
 
 def _label_facts(data: bytes, where: str) -> tuple[tuple[int, ...] | None, bool]:
     """(labels, whether they came as a list) of a json part."""
-    try:
-        facts = json.loads(data)
-    except ValueError as error:
-        raise ValueError(f"The json of {where} cannot be read: {error}.") from error
+    facts = parse_json(data, f"The json part of {where}")
     value = (
         next((facts[k] for k in ("label", "labels", "cls") if k in facts), None) if isinstance(facts, dict) else None
     )
@@ -215,12 +235,12 @@ def _label_facts(data: bytes, where: str) -> tuple[tuple[int, ...] | None, bool]
     return tuple(_class_number(v, where) for v in (value if listed else [value])), listed
 
 
-def _caption_facts(data: bytes) -> tuple[str, ...]:
-    facts = json.loads(data)
-    value = (
-        next((facts[k] for k in ("captions", "caption", "text") if k in facts), ()) if isinstance(facts, dict) else ()
-    )
-    return (value,) if isinstance(value, str) else tuple(str(v) for v in value)
+def _caption_facts(facts: object) -> tuple[str, ...]:
+    """The sentences; null, numbers and the like are none."""
+    keys = ("captions", "caption", "text")
+    value = next((facts[k] for k in keys if k in facts), None) if isinstance(facts, dict) else None
+    sentences = value if isinstance(value, list) else [value]
+    return tuple(sentence for sentence in sentences if isinstance(sentence, str))
 
 
 def _class_names(folder: Path, rows: list[_Row], stated: int) -> tuple[str, ...]:
@@ -229,14 +249,13 @@ def _class_names(folder: Path, rows: list[_Row], stated: int) -> tuple[str, ...]
         bare = next(row for row in rows if row.labels is None)
         raise ValueError(f"Some examples have labels but {bare.key} has none; give all or none a cls or json part.")
     largest = max((max(row.labels or (), default=-1) for row in rows), default=-1)
-    count = stated or largest + 1
-    names = [str(i) for i in range(count)]
+    count = count_classes(largest, len(rows), stated)
     file = folder / "classes.json"
-    if labelled and file.is_file():
-        titles = json.loads(file.read_text())
-        count = stated or max(count, len(titles))
-        lookup = titles if isinstance(titles, dict) else {str(i): t for i, t in enumerate(titles)}
-        names = [str(lookup.get(str(i), i)) for i in range(count)]
-    if largest >= count:
-        raise ValueError(f"The shards have the label {largest}, outside the {count} classes that were stated.")
-    return tuple(names)
+    if not labelled or not file.is_file():
+        return tuple(str(i) for i in range(count))
+    titles = read_json(file)
+    if not isinstance(titles, dict | list):
+        raise ValueError(f'{file} must be a list of class names or an object of them, {{"0": "tench"}}.')
+    lookup = titles if isinstance(titles, dict) else {str(i): t for i, t in enumerate(titles)}
+    names = [str(lookup.get(str(i), i)) for i in range(stated or max(count, len(titles)))]
+    return speakable(names, str(file))
