@@ -1,6 +1,9 @@
 """The command line: `softmoe COMMAND ...`. One file per command; each parses, calls one function and prints."""
 
 import difflib
+import io
+import os
+import re
 import sys
 from importlib import import_module
 
@@ -31,7 +34,34 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command. A user's mistake ends in one line on stderr and exit code 2, never in a traceback."""
-    argv = sys.argv[1:] if argv is None else argv
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names of files need not be text
+    try:
+        try:
+            return run(sys.argv[1:] if argv is None else argv)
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output (head, less) went away
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        return fail(str(error))
+    except re.error as error:
+        return fail(f"{error.pattern!r} is not a pattern: {error}")
+    except RecursionError:
+        return fail("something in the input is nested too deeply")
+    except MemoryError:
+        return fail("there is not enough memory for this")
+    except RuntimeError as error:
+        if "home directory" not in str(error):  # of a path such as ~nobody/x
+            raise
+        return fail(str(error))
+
+
+def run(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())
         return 0 if argv else 2
@@ -45,15 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f", did you mean {near[0]!r}?" if near else f"; commands are: {', '.join(COMMANDS)}"
         return fail(f"unknown command {name!r}{hint}")
-    try:
-        return import_module(f"softmoe.cli.{name}").main(rest)
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader of our output (head, less) went away
-        sys.stderr.close()
-        return 0
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        return fail(str(error))
+    return import_module(f"softmoe.cli.{name}").main(rest)
 
 
 def fail(message: str) -> int:

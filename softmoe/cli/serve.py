@@ -53,6 +53,8 @@ def main(argv: list[str]) -> int:
 
     waiting = 4 * a.max_batch if a.max_waiting is None else a.max_waiting
     limits = Limits(a.max_batch, a.max_wait_ms / 1e3, waiting, a.max_bytes, a.timeout)
+    if a.threads is not None and a.threads < 1:
+        raise ValueError(f"threads must be at least 1, got {a.threads}")
     if a.threads is not None:
         torch.set_num_threads(a.threads)
     loaded = load(a.model, device=a.device, image_size=size, weights=a.weights)

@@ -7,10 +7,13 @@ Names are joined by "/", as in `Encoder/encoderblock_0/SelfAttention/query/kerne
 read; the sharded msgpack files in which the first V-MoE models were released are not.
 """
 
+import math
+import struct
+import zlib
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any
-from zipfile import BadZipFile
+from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 import numpy as np
 import torch
@@ -19,6 +22,7 @@ from torch import Tensor, nn
 from softmoe.convert.views import reference_views
 
 PREFIX = "params/"
+_SPARE_BYTES, _RATIO = 100_000_000, 20
 
 
 def from_vmoe(arrays: Mapping[str, Any] | str | PathLike[str], module: nn.Module) -> None:
@@ -67,14 +71,51 @@ def gradient(parameter: Tensor) -> Tensor:
 
 
 def read_npz(path: str | PathLike[str]) -> dict[str, np.ndarray]:
-    try:
-        with open(path, "rb") as stream:  # numpy leaves a file it cannot read open
-            file = np.load(stream)
-            if isinstance(file, Mapping):
-                return dict(file)
-    except (ValueError, EOFError, BadZipFile) as error:  # numpy's advice here is to allow pickles: never
-        raise ValueError(f"{path} is not an .npz file of plain arrays") from error
-    raise ValueError(f"{path} holds one array, expected an .npz file of named arrays")
+    """The named arrays of an .npz file. What they take in memory is known from the headers before anything is
+    unpacked, and may be `_SPARE_BYTES` and `_RATIO` times the file's size: weights hardly compress."""
+    with open(path, "rb") as stream:
+        if stream.read(6) == b"\x93NUMPY":
+            raise ValueError(f"{path} holds one array, expected an .npz file of named arrays")
+        size = stream.seek(0, 2)
+        try:
+            with ZipFile(stream) as archive:
+                members = archive.infolist()
+                if sum(member.file_size for member in members) > _SPARE_BYTES + _RATIO * size:
+                    raise _Damaged(f"it unpacks to more than {_RATIO} times its {size} bytes")
+                arrays = {member.filename.removesuffix(".npy"): read_array(archive, member) for member in members}
+        except _Damaged as error:
+            raise ValueError(f"{path} is not an .npz file of plain arrays: {error}") from error
+        except (ArithmeticError, OSError, EOFError, IndexError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is not a whole .npz file: its list of arrays is damaged") from error
+        except (BadZipFile, ValueError, RuntimeError, zlib.error, struct.error, MemoryError) as error:
+            said = (str(error).splitlines() or ["damaged"])[0].rstrip(".")
+            raise ValueError(f"{path} is not a whole .npz file of plain arrays: {said}") from error
+    if len(arrays) < len(members):
+        raise ValueError(f"{path} is not an .npz file of plain arrays: two of them have the same name")
+    return arrays
+
+
+class _Damaged(Exception):
+    """A reason in our own words."""
+
+
+def read_array(archive: ZipFile, member: ZipInfo) -> np.ndarray:
+    """One array. Its header must fit the bytes that follow: numpy would allocate whatever it says, and allows
+    pickles on demand."""
+    if member.compress_type not in (ZIP_STORED, ZIP_DEFLATED) or member.flag_bits & 1:
+        raise _Damaged(f"{member.filename!r} is compressed or encrypted as numpy never does it")
+    with archive.open(member) as file:
+        version = np.lib.format.read_magic(file)
+        if version not in ((1, 0), (2, 0)):
+            raise _Damaged(f"{member.filename!r} is of version {version}")
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = read(file)
+        if dtype.hasobject or dtype.subdtype is not None:
+            raise _Damaged(f"{member.filename!r} holds Python objects, which are never read")
+        data = file.read()
+    if min(shape, default=0) < 0 or len(data) != math.prod(shape) * dtype.itemsize:
+        raise _Damaged(f"{member.filename!r} has {len(data)} bytes, which do not fit its shape {shape}")
+    return np.frombuffer(data, dtype).reshape(shape, order="F" if fortran else "C")
 
 
 def without_prefix(arrays: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -4,12 +4,11 @@
 
 The key is a hash of the weights, the data's fingerprint and the preprocessing, so a change of any of them is another
 entry. CACHE is $SOFTMOE_CACHE or ~/.cache/softmoe. An entry is written beside and renamed: it is whole or not there.
+facts.json holds the hash of every array, which is compared at each use: an entry that was damaged is made again.
 """
 
 import hashlib
 import json
-import os
-import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -22,8 +21,10 @@ from softmoe.data import Batch, Source, Transform, evaluation_batches
 from softmoe.data.files import cache_folder
 from softmoe.models import VisionTransformer
 from softmoe.models.modes import evaluating
+from softmoe.storage.files import read_json, sha256, whole_folder, write_json
 
-_VERSION = 1
+_VERSION = 2
+_ARRAYS = ("features", "labels", "indices")
 Progress = Callable[[int, int], None]
 """Called with the images done and their number."""
 
@@ -126,8 +127,8 @@ def _compute(
     vectors.flush()
     np.save(folder / "labels.npy", np.concatenate(labels))
     np.save(folder / "indices.npy", np.concatenate(indices))
-    size = (folder / "features.npy").stat().st_size
-    (folder / "facts.json").write_text(json.dumps({"count": done, "bytes": size}))
+    facts = {"count": done, "sha256": {name: sha256(folder / f"{name}.npy") for name in _ARRAYS}}
+    write_json(folder / "facts.json", facts)
 
 
 def batch_features(model: VisionTransformer, batch: Batch, device: torch.device) -> np.ndarray:
@@ -138,7 +139,7 @@ def batch_features(model: VisionTransformer, batch: Batch, device: torch.device)
 
 
 def _read(folder: Path, classes: tuple[str, ...], *, mapped: bool = True) -> Features:
-    count = json.loads((folder / "facts.json").read_text())["count"]
+    count = read_json(folder / "facts.json")["count"]
     vectors = np.load(folder / "features.npy", mmap_mode="r" if mapped else None, allow_pickle=False)
     labels, indices = (np.load(folder / f"{name}.npy", allow_pickle=False) for name in ("labels", "indices"))
     return Features(vectors[:count], labels, indices, tuple(classes))
@@ -146,29 +147,18 @@ def _read(folder: Path, classes: tuple[str, ...], *, mapped: bool = True) -> Fea
 
 def _whole(entry: Path) -> bool:
     try:
-        facts = json.loads((entry / "facts.json").read_text())
-        return (entry / "features.npy").stat().st_size == facts["bytes"]
+        facts = read_json(entry / "facts.json")
+        return facts["sha256"] == {name: sha256(entry / f"{name}.npy") for name in _ARRAYS}
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
 def _fill(entry: Path, write: Callable[[Path], None]) -> None:
-    """Make the entry in a hidden folder and rename it. If another process was faster, theirs is as good."""
+    """Make the entry in a hidden folder and give it its name. If another process was faster, either is as good."""
     try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(dir=entry.parent, prefix=f".{entry.name}-"))
+        with whole_folder(entry) as partial:
+            write(partial)
     except OSError as error:
         raise ValueError(
             f"features cannot be kept in {entry.parent} ({error.strerror}); set SOFTMOE_CACHE to another folder"
         ) from error
-    try:
-        write(partial)
-        if entry.exists() and not _whole(entry):
-            shutil.rmtree(entry)
-        try:
-            os.rename(partial, entry)
-        except OSError:
-            if not _whole(entry):
-                raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

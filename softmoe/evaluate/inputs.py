@@ -2,6 +2,7 @@
 
 import glob
 import json
+import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,9 @@ from softmoe.data.source import MinSide, fingerprint
 from softmoe.inference import Storage, open_mapped, prepare
 from softmoe.models import VisionTransformer
 from softmoe.storage import Preprocessing, SavedModel, load_saved, open_saved
+from softmoe.storage.files import read_json
 
+logger = logging.getLogger("softmoe")
 ReadBatch = Callable[..., list[Example]]  # (indices, captions)
 
 
@@ -38,6 +41,15 @@ class Loaded:
         return self.saved.classes or tuple(f"class {i}" for i in range(count))
 
 
+def open_model(where: str | Path) -> SavedModel:
+    """The saved model that a user names; a word on the way if it is the checkpoint of a run that has not ended."""
+    saved = open_saved(where)
+    if saved.folder.parent.name == "checkpoints" and saved.folder != Path(where).expanduser():
+        step = saved.provenance.get("step")
+        logger.warning("softmoe: the run %s is not finished: this is its checkpoint of step %s", where, step)
+    return saved
+
+
 def load(
     where: str | Path,
     *,
@@ -46,7 +58,7 @@ def load(
     weights: Storage | None = None,
 ) -> Loaded:
     """The saved model, run or Hub id; at another resolution, and prepared for inference with `weights`, if asked."""
-    saved = open_saved(where)
+    saved = open_model(where)
     place, p = choose_device(device), preprocessing_at(saved, image_size)
     if weights is None:
         return Loaded(load_saved(saved, place), saved, p)
@@ -181,10 +193,7 @@ class NewLabels:
 
 def read_labels(path: str | Path) -> dict[str, list[int]] | list[list[int]]:
     """A JSON list or object of lists of class numbers."""
-    try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    values = read_json(Path(path))
     rows = values.values() if isinstance(values, dict) else values if isinstance(values, list) else [None]
     if not all(isinstance(row, list) and all(type(label) is int for label in row) for row in rows):
         raise ValueError(f"{path} must be a list, or an object by image name, of lists of class numbers")
@@ -241,7 +250,7 @@ def find_images(patterns: Sequence[str]) -> list[Path]:
     for pattern in patterns:
         path = Path(pattern).expanduser()
         if path.is_dir():
-            below = [p for p in path.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file()]
+            below = [p for p in path.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES and not p.is_dir()]
             if not below:
                 raise ValueError(f"the folder {path} holds no images; known endings are {' '.join(IMAGE_SUFFIXES)}")
             found |= dict.fromkeys(sorted(below))
@@ -251,7 +260,7 @@ def find_images(patterns: Sequence[str]) -> list[Path]:
             matches = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
             if not matches:
                 raise ValueError(f"no file matches {pattern!r}")
-            found |= dict.fromkeys(p for p in matches if p.is_file())
+            found |= dict.fromkeys(p for p in matches if not p.is_dir())
     if not found:
         raise ValueError("give at least one image, folder or pattern")
     return list(found)

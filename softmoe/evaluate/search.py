@@ -1,7 +1,9 @@
 """A sentence and a folder of images -> the images it describes best, as a list and as a page with thumbnails."""
 
 import base64
+import glob
 import io
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -46,9 +48,16 @@ class FilesAsTheyAre(FileSource):
     """Image files, known by name, size and time: a changed file is another one, so its features are computed anew."""
 
     def __init__(self, paths: Sequence[Path]):
-        super().__init__([path.resolve() for path in paths if path.is_file()])
-        facts = [(str(path), path.stat()) for path in self.paths]
-        self.fingerprint = fingerprint("search", *(f"{name}\0{s.st_size}\0{s.st_mtime_ns}" for name, s in facts))
+        super().__init__([Path(os.path.abspath(path)) for path in paths])
+        self.fingerprint = fingerprint("search", *(os.fsencode(fact) for fact in map(_facts, self.paths)))
+
+
+def _facts(path: Path) -> str:
+    try:
+        status = path.stat()
+    except OSError:  # a dangling link
+        return str(path)
+    return f"{path}\0{status.st_size}\0{status.st_mtime_ns}"
 
 
 def search(
@@ -73,9 +82,12 @@ def search(
     if top < 1:
         raise ValueError(f"top must be at least 1, got {top}")
     names = [images] if isinstance(images, str | Path) else images
+    for name in names:
+        if not os.path.lexists(Path(name).expanduser()) and not glob.has_magic(str(name)):
+            raise ValueError(
+                f"there is no image file or folder {str(name)!r}; the text to search for is one argument, in quotes"
+            )
     source = FilesAsTheyAre(find_images([str(name) for name in names]))
-    if not len(source):
-        raise ValueError(f"there is no image file {', '.join(map(str, names))}")
     towers = load_towers(model, device=device, image_size=image_size)
     options: dict[str, Any] = {"batch_size": batch_size, "workers": workers, "cache": cache, "progress": progress}
     image_nE, features = towers.embed_images(source, **options)

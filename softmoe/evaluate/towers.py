@@ -14,10 +14,10 @@ from torch import Tensor
 
 from softmoe.data import Source, Tokenizer, Transform
 from softmoe.evaluate.features import Features, extract
-from softmoe.evaluate.inputs import choose_device, evaluation_transform, preprocessing_at
+from softmoe.evaluate.inputs import choose_device, evaluation_transform, open_model, preprocessing_at
 from softmoe.models import TwoTower
 from softmoe.models.modes import evaluating
-from softmoe.storage import Preprocessing, SavedModel, load_two_tower, open_saved
+from softmoe.storage import Preprocessing, SavedModel, load_two_tower
 
 _CHUNK = 4096  # features projected at a time
 
@@ -68,7 +68,7 @@ class Towers:
 
 def load_towers(where: str | Path, *, device: str = "auto", image_size: int | tuple[int, int] | None = None) -> Towers:
     """Of a saved folder, a run or a Hub id; at another resolution if asked."""
-    saved = open_saved(where)
+    saved = open_model(where)
     model = load_two_tower(saved, choose_device(device))
     assert saved.tokenizer is not None
     tokenizer = Tokenizer(saved.tokenizer.name, saved.tokenizer.data, saved.tokenizer.lower)

@@ -7,7 +7,6 @@ stands for the class. Names and templates are canonicalized as in big_vision: un
 goes, all in lower case. Ties count as misses.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from softmoe.evaluate.inputs import open_data, random_subset
 from softmoe.evaluate.retrieval import TIE
 from softmoe.evaluate.towers import Towers, load_towers
 from softmoe.models.two_tower import unit
+from softmoe.storage.files import read_json
 
 TEMPLATES = (
     "{}",
@@ -127,10 +127,7 @@ def class_names(source: Source, file: str | Path | None) -> tuple[str, ...]:
 
 def read_names(file: str | Path, classes: Sequence[str]) -> list[str]:
     """A JSON list in the order of the labels, or an object by the data's names or by number; of several the first."""
-    try:
-        values = json.loads(Path(file).read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    values = read_json(Path(file))
     rows: list[Any]
     if isinstance(values, list):
         if len(values) != len(classes):

@@ -10,12 +10,16 @@ import difflib
 import importlib
 import importlib.util
 import pkgutil
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import TypeVar
 
 from softmoe.train import TrainConfig
+
+Result = TypeVar("Result")
 
 
 def names() -> list[str]:
@@ -28,7 +32,7 @@ def load(name: str, variant: str = "recipe") -> TrainConfig:
     function: Callable[[], TrainConfig] | None = getattr(module, variant, None)
     if function is None:
         raise ValueError(f"the recipe {name} has no function {variant}() -> TrainConfig")
-    config = function()
+    config = _called(function, name)
     if not isinstance(config, TrainConfig):
         raise ValueError(f"{variant}() of the recipe {name} must return a TrainConfig, got {type(config).__name__}")
     return replace(config, run_name=Path(name).stem) if config.run_name == TrainConfig.run_name else config
@@ -51,5 +55,18 @@ def from_file(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    _called(lambda: spec.loader.exec_module(module), str(path))
     return module
+
+
+def _called(function: Callable[[], Result], name: str) -> Result:
+    """What the user's code returns. Its own mistakes are told with the line, as the command line tells all others."""
+    try:
+        return function()
+    except SyntaxError as error:
+        raise ValueError(f"the recipe {name} is not Python, line {error.lineno}: {error.msg}") from error
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == name]
+        place = f" in line {lines[-1]}" if lines else ""
+        said = (str(error).splitlines() or [""])[0]
+        raise ValueError(f"the recipe {name} fails{place}: {type(error).__name__}: {said}") from error

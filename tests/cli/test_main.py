@@ -1,11 +1,15 @@
 """The front of the command line: help, version, and mistakes that end in one line."""
 
+import os
+import re
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
+import softmoe
 from softmoe import __version__
 from softmoe.cli import COMMANDS, main
 
@@ -89,3 +93,65 @@ def test_as_a_module():
     """`python -m softmoe` is the command."""
     done = subprocess.run([sys.executable, "-m", "softmoe", "--version"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"softmoe {__version__}\n", "")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["cost", "--help"], ["cost", "soft_s16_128e"]])
+def test_a_reader_that_goes_away(words):
+    """`softmoe --help | head -1` is silent, whatever was still to be printed."""
+    read, write = os.pipe()
+    os.close(read)
+    environment = os.environ | {"PYTHONPATH": str(Path(softmoe.__file__).parent.parent)}
+    done = subprocess.run(
+        [sys.executable, "-m", "softmoe", *words], env=environment, stdout=write, stderr=subprocess.PIPE, text=True
+    )
+    os.close(write)
+    assert (done.stderr, done.returncode) == ("", 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("def recipe(:\n", "line 1"),
+        ("\n\nx = 1 +\n", "line 3"),
+        ("import nowhere_to_be_found\n", "line 1: ModuleNotFoundError"),
+        ("def recipe():\n    return unknown\n", "line 2: NameError"),
+        ("x = 1\0\n", "recipe"),
+        ("recipe = 5\n", "TypeError"),
+    ],
+)
+def test_mistakes_in_a_recipe(text, words, tmp_path, capsys):
+    """A recipe of the user's own that is not Python, or fails, is told with its line."""
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    assert main(["train", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert words in error
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (re.error("missing )", "(", 0), "pattern"),
+        (RecursionError("maximum recursion depth exceeded"), "nested too deeply"),
+        (MemoryError(), "not enough memory"),
+        (RuntimeError("Could not determine home directory."), "home directory"),
+    ],
+)
+def test_errors_of_libraries_that_are_users_mistakes(error, words, monkeypatch, capsys):
+    """Bad patterns, deep nesting, too little memory and ~nobody end in one line too."""
+
+    def fails(argv: list[str]) -> int:
+        raise error
+
+    monkeypatch.setitem(sys.modules, "softmoe.cli.cost", types.SimpleNamespace(main=fails))
+    assert main(["cost"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert words in said
+
+
+def test_no_threads(capsys):
+    """A model cannot run on no threads."""
+    assert main(["serve", "nothing", "--threads", "0"]) == 2
+    assert "threads must be at least 1, got 0" in capsys.readouterr().err

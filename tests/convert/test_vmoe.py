@@ -1,5 +1,8 @@
 """Weights by the reference's names, into our modules and back."""
 
+import io
+import re
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from softmoe.convert import from_vmoe, to_vmoe
+from softmoe.convert.vmoe import read_npz
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig, create_model
 from softmoe.models.config import ROUTERS
 from softmoe.moe import Experts, IdentityRouter, MoE, SoftMoE, SoftRouter
@@ -236,3 +240,79 @@ def meta_views(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     from softmoe.convert.views import reference_views
 
     return reference_views(module, lambda parameter: parameter.detach())
+
+
+def npy(array: np.ndarray, shape: tuple[int, ...] | None = None) -> bytes:
+    """The bytes of an .npy file, whose header may tell another shape."""
+    out = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        out, {"descr": array.dtype.str, "fortran_order": False, "shape": shape or array.shape}
+    )
+    return out.getvalue() + array.tobytes()
+
+
+def archive(path, members: dict[str, bytes], compression: int = zipfile.ZIP_DEFLATED):
+    with zipfile.ZipFile(path, "w", compression) as file:
+        for name, data in members.items():
+            file.writestr(name, data)
+    return path
+
+
+def unreadable(path, *words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(path.name)) as caught:
+        read_npz(path)
+    assert "\n" not in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_npz_is_read_as_numpy_does(tmp_path):
+    """Names, values, types and order of axes come back, stored and compressed."""
+    arrays = {
+        "a": np.arange(6.0).reshape(2, 3),
+        "b/c": np.asfortranarray(np.eye(3, dtype=np.float16)),
+        "d": np.int64(5),
+    }
+    for save in (np.savez, np.savez_compressed):
+        save(tmp_path / "x.npz", **arrays)
+        found = read_npz(tmp_path / "x.npz")
+        assert list(found) == list(arrays)
+        for name, array in arrays.items():
+            assert found[name].dtype == np.asarray(array).dtype
+            assert np.array_equal(found[name], array)
+
+
+def test_npz_that_unpacks_to_too_much(tmp_path):
+    """Zeros of 200 MB in 200 KB are refused by what the headers say, before they are unpacked."""
+    path = archive(tmp_path / "bomb.npz", {"a.npy": npy(np.zeros(200_000_000, np.uint8))})
+    unreadable(path, "20 times")
+
+
+@pytest.mark.parametrize("shape", [(1 << 40,), (1 << 62, 1 << 62), (3,), (-4,), (2, -2)])
+def test_npz_whose_shapes_lie(shape, tmp_path):
+    """An array's shape must fit its bytes, or numpy would allocate whatever the header says."""
+    unreadable(archive(tmp_path / "x.npz", {"a.npy": npy(np.zeros(4, np.float32), shape)}), "a.npy")
+
+
+def test_npz_of_objects(tmp_path):
+    """Python objects are pickles, and never read."""
+    np.savez(tmp_path / "x.npz", a=np.array([{}], dtype=object))
+    unreadable(tmp_path / "x.npz", "objects")
+
+
+def test_damaged_npz(tmp_path):
+    """Every cut and every flipped byte is a sentence that names the file, or changes no value."""
+    path = tmp_path / "x.npz"
+    np.savez_compressed(path, a=np.arange(100.0), b=np.ones(3))
+    whole, right = path.read_bytes(), read_npz(path)
+    damaged = [whole[:n] for n in range(0, len(whole), 7)]
+    damaged += [whole[:n] + bytes([whole[n] ^ 0xFF]) + whole[n + 1 :] for n in range(len(whole))]
+    for data in damaged:
+        path.write_bytes(data)
+        try:
+            found = read_npz(path)
+        except ValueError:
+            unreadable(path)
+            continue
+        assert found.keys() <= right.keys()  # a list that ends early lacks names, which the converters ask for
+        assert all(np.array_equal(array, right[name]) for name, array in found.items())

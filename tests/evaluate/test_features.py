@@ -116,6 +116,19 @@ def test_a_damaged_entry_is_made_again(model, source, tmp_path):
     assert json.loads((entry / "facts.json").read_text())["count"] == 150
 
 
+@pytest.mark.parametrize("name", ["features.npy", "labels.npy", "indices.npy", "facts.json"])
+def test_a_lost_or_emptied_file_is_made_again(name, model, source, tmp_path):
+    """Zeros of the right size and files that are missing are noticed, and the features computed anew."""
+    found = extract(model, source, TRANSFORM)
+    expected = [np.array(part) for part in (found.vectors, found.labels, found.indices)]
+    file = tmp_path / "cache" / "features" / cache_key(model, source, TRANSFORM) / name
+    for damage in (lambda: file.write_bytes(bytes(file.stat().st_size)), file.unlink):
+        damage()
+        again = extract(model, source, TRANSFORM)
+        for part, right in zip((again.vectors, again.labels, again.indices), expected, strict=True):
+            assert np.array_equal(part, right)
+
+
 def test_an_interrupted_extraction_leaves_nothing(model, source, tmp_path):
     """If the model fails halfway there is no entry and no rest of one."""
     calls = []

@@ -1,13 +1,16 @@
 """From names on a command line to models, sources and files."""
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import two_towers
 from PIL import Image
 
 import softmoe
 from softmoe.data import Example, evaluation_batches, open_source
+from softmoe.evaluate import inputs
 from softmoe.evaluate.inputs import (
     Relabeled,
     evaluation_transform,
@@ -18,7 +21,7 @@ from softmoe.evaluate.inputs import (
     random_subset,
 )
 from softmoe.models import create_model
-from softmoe.storage import Preprocessing
+from softmoe.storage import Preprocessing, open_saved
 
 
 class Source:
@@ -143,3 +146,15 @@ def test_brackets_in_a_name(tmp_path):
     """A file whose name looks like a pattern is a file."""
     (tmp_path / "photo[1].png").write_text("")
     assert find_images([str(tmp_path / "photo[1].png")]) == [tmp_path / "photo[1].png"]
+
+
+def test_an_unfinished_run_is_told(tmp_path, monkeypatch, caplog):
+    """Who asks a run that has no exported model yet hears that a checkpoint answers; who names the checkpoint knows."""
+    folder = tmp_path / "run" / "checkpoints" / "last"
+    saved = replace(open_saved(two_towers.save(tmp_path / "model")), folder=folder, provenance={"step": 40})
+    monkeypatch.setattr(inputs, "open_saved", lambda where: saved)
+    inputs.open_model(tmp_path / "run")
+    assert "not finished: this is its checkpoint of step 40" in caplog.text
+    caplog.clear()
+    inputs.open_model(folder)
+    assert not caplog.text

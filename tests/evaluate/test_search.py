@@ -1,5 +1,6 @@
 """A sentence finds images; the page is safe whatever things are called."""
 
+import os
 import re
 
 import numpy as np
@@ -79,3 +80,14 @@ def test_mistakes(photos, tmp_path):
         search(model, "x", photos, top=0)
     with pytest.raises(ValueError, match="there is no image file"):
         search(model, "x", tmp_path / "nothing.jpg")
+
+
+def test_paths_that_do_not_exist_are_named(photos, tmp_path):
+    """A second sentence is not taken for a folder and dropped; links that lead nowhere count as unreadable."""
+    model = save(tmp_path / "model")
+    with pytest.raises(ValueError, match="no image file or folder 'a blue car'"):
+        search(model, "a red star", [photos, "a blue car"])
+    (photos / "dangling.jpg").symlink_to(photos / "nowhere.jpg")
+    os.mkfifo(photos / "pipe.jpg")
+    found = search(model, "a red star", photos)
+    assert (found.images, found.unreadable) == (6, 3)
