@@ -54,8 +54,8 @@ def from_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    _called(lambda: spec.loader.exec_module(module), str(path))
+    module, execute = importlib.util.module_from_spec(spec), spec.loader.exec_module
+    _called(lambda: execute(module), str(path))
     return module
 
 
