@@ -20,7 +20,7 @@ def run(tmp_path):
     return train(config).folder.path
 
 
-def saved(folder, scale=4.0, name="soft_ti4_3e"):
+def saved(folder, scale=8.0, name="soft_ti4_3e"):
     torch.manual_seed(0)
     model = create_model(name, image_size=16, width=8, heads=2, mlp_dim=8, depth=2, num_classes=2, scale_init=scale)
     softmoe.save_pretrained(model, folder)

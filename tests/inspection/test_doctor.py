@@ -38,7 +38,7 @@ def set_scale(model, value):
 
 def test_healthy():
     """Nothing is wrong, and every verdict has a figure, a limit and advice."""
-    model = set_scale(tiny_model(), 4.0)
+    model = set_scale(tiny_model(), 8.0)
     verdicts = examine_layers(layers_of(model)) + parameters(model)
     assert wrong(verdicts) == []
     assert all(v.wrong is False and v.figure and v.limit and v.advice for v in verdicts)
@@ -66,7 +66,7 @@ def test_saturated_and_uniform():
 
 def test_one_uniform_layer_is_no_illness():
     """The paper's own models have such last layers: wrong only if all are."""
-    model = set_scale(tiny_model(), 4.0)
+    model = set_scale(tiny_model(), 8.0)
     with torch.no_grad():
         list(moe_layers(model).values())[-1].scale.fill_(1e-3)
     assert wrong(examine_layers(layers_of(model))) == []
@@ -75,7 +75,7 @@ def test_one_uniform_layer_is_no_illness():
 
 def test_dead_slots_and_collapse():
     """All tokens ask for one slot."""
-    layers = layers_of(set_scale(tiny_model(), 4.0))
+    layers = layers_of(set_scale(tiny_model(), 8.0))
     for r in layers.values():
         r["importance"] = r["importance"] | {"slots": [0.995, *[0.001] * 5], "effective_experts": 1.04}
     assert wrong(examine_layers(layers)) == ["dead slots", "expert collapse"]
@@ -173,3 +173,14 @@ def test_data_loading(monkeypatch):
     for workers, batch, ill in ((1, 100, True), (1, 200, False), (4, 50, False), (0, 200, True), (0, 400, False)):
         assert examine_loading(course(), workers, batches, batch).wrong is ill, (workers, batch)
     assert examine_loading([], 1, batches, 8).wrong is None
+
+
+def test_nearly_uniform_dispatch_is_told():
+    """Slots that average most of the tokens even in the sharpest layer give every expert nearly the same input: the
+    doctor says so, and what to compare with."""
+    model = set_scale(tiny_model(), 2.0)
+    layers = layers_of(model)
+    assert all(0.8 < r["dispatch"]["effective_share"] < 0.98 for r in layers.values())
+    found = next(v for v in examine_layers(layers) if v.check == "uniform dispatch")
+    assert found.wrong
+    assert "one expert" in found.advice
