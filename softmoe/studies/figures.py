@@ -49,6 +49,39 @@ def bars(axis: Any, names: Sequence[str], values: Sequence[float], halves: Seque
     axis.margins(x=0.15)
 
 
+def waterfall(axis: Any, names: Sequence[str], path: Sequence[Table], number: str) -> None:
+    """Draw how a number gets from the first table of a path to the last.
+
+    There is a bar for each end, and between them a floating bar for every step, green where it adds and red where it
+    takes, with the interval of the difference seed by seed. `names` are those of the first end, the steps and the last
+    end.
+    """
+    means = [table.mean(number) for table in path]
+    if None in means:
+        axis.text(0.5, 0.5, "not run", ha="center", transform=axis.transAxes, color="#888888")
+        return
+    levels = [mean for mean in means if mean is not None]
+    places = np.arange(len(names))[::-1]
+    low = min(levels) - 0.25 * (max(levels) - min(levels) + 1e-9)
+    axis.barh([places[0], places[-1]], [levels[0] - low, levels[-1] - low], left=low, color=["#c8403a", "#3b6fb6"])
+    for place, level in ((places[0], levels[0]), (places[-1], levels[-1])):
+        axis.annotate(f"{level:.1f}", (level, place), xytext=(4, 0), textcoords="offset points", va="center", size=8)
+    steps = zip(places[1:-1], path, path[1:], levels, levels[1:], strict=False)
+    for place, before, after, start, end in steps:
+        axis.barh(place, end - start, left=start, color="#3f9455" if end >= start else "#d98a86")
+        axis.plot([start, start], [place - 0.4, place + 1.4], color="#888888", lw=0.8)
+        found = after.minus(before, number)
+        if found is not None and found.count > 1:
+            axis.errorbar(end, place, xerr=found.half, color="#333333", capsize=3, lw=1)
+        reach = max(start, end) + (found.half if found is not None and found.count > 1 else 0.0)
+        axis.annotate(
+            f"{end - start:+.1f}", (reach, place), xytext=(4, 0), textcoords="offset points", va="center", size=8
+        )
+    axis.set_yticks(places, names)
+    axis.set_ylim(-0.6, len(names) - 0.1)
+    axis.set_xlim(low, max(axis.get_xlim()[1], max(levels)) + 0.2 * (max(levels) - low))
+
+
 def line(axis: Any, table: Table, x: str, number: str, **style: Any) -> None:
     """Means over seeds with intervals, against a label."""
     xs, means, halves = [], [], []
@@ -140,4 +173,5 @@ def said(drawing: Any, text: str) -> None:
 __all__ = [
     "COLORS", "NAMES", "PAPER_QUALITY", "ROUTING", "bars", "finish", "frontier", "heat", "label", "line", "panels",
     "pareto", "powers", "round_ticks", "said",
+    "waterfall",
 ]  # fmt: skip

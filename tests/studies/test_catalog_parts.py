@@ -3,8 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from softmoe.studies.catalog import ablations, bpr, experts_slots, pareto, placement
-from softmoe.studies.figures import frontier
+from softmoe.budget import cost
+from softmoe.studies.catalog import ablations, bpr, controls, experts_slots, pareto, placement
+from softmoe.studies.figures import frontier, panels, waterfall
 from softmoe.studies.jobs import Training, key_of
 from softmoe.studies.lab import make_lab
 from softmoe.studies.results import Row, Table
@@ -92,3 +93,29 @@ def test_places_without_enough_slots_are_left_out() -> None:
     assert found is not None
     assert found.model.slots_per_expert == 16
     assert experts_slots.place(lab, "tokens_choice", 2, 4) is None
+
+
+def test_controls_take_one_thing_away_at_a_time() -> None:
+    """All models of the study have the same slots, blocks and first scale; only the named part differs."""
+    lab = make_lab("small")
+    shapes = {c.labels["method"]: c.job.config.model.resolve(10, lab.image_size) for c in controls.cells(lab)}  # pyright: ignore[reportAttributeAccessIssue]
+    moe = {method: shape.moe for method, shape in shapes.items()}
+    assert moe.pop("dense") is None
+    assert {layer.num_experts for method, layer in moe.items() if "one" not in method and " " not in method} == {16}
+    for method in ("soft", "one", "4 experts"):
+        assert cost(shapes[method]).forward_flops == cost(shapes["soft"]).forward_flops
+    assert cost(shapes["one"]).params < cost(shapes["4 experts"]).params < cost(shapes["soft"]).params
+
+
+def test_waterfall_adds_up() -> None:
+    """The floating bars lead from the first model's level to the last one's, each by the difference of two models."""
+    levels = {"dense": 50.0, "one": 60.0, "soft": 55.0}
+    rows = [Row({"method": m}, seed, {"top1": level + seed}) for m, level in levels.items() for seed in range(3)]
+    path = [Table(tuple(rows)).where(method=method) for method in levels]
+    drawing, axes = panels(1, 1)
+    waterfall(axes[0][0], ["dense", "+ slots", "+ experts", "Soft MoE"], path, "top1")
+    first, last, slots, experts = axes[0][0].patches
+    assert (slots.get_x(), slots.get_width()) == (51.0, 10.0)
+    assert (experts.get_x(), experts.get_width()) == (61.0, -5.0)
+    assert (first.get_x() + first.get_width(), last.get_x() + last.get_width()) == (51.0, 56.0)
+    drawing.clear()
