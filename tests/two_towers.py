@@ -19,7 +19,7 @@ IMAGE = ViTConfig(
     mlp_dim=16,
     heads=2,
     num_classes=None,
-    moe=MoEConfig(num_experts=2, scale_init=4.0),
+    moe=MoEConfig.of(num_experts=2, scale_init=4.0),
 )
 TEXT = TextConfig(vocab_size=0, length=16, width=16, depth=2, mlp_dim=16, heads=2, mask_padding=True)
 

@@ -27,7 +27,7 @@ from softmoe.bench.timing import Timing, interleave
 from softmoe.budget import cost
 from softmoe.models import VisionTransformer, ViTConfig, model_config
 from softmoe.models.transformer import MLP, Block
-from softmoe.moe import MoE, SoftMoE
+from softmoe.moe import MoE, SoftConfig, SoftMoE
 from softmoe.train.config import OptimSection
 from softmoe.train.in_backward import InBackward, Released
 from softmoe.train.optim import make_optimizer, set_learning_rate
@@ -166,12 +166,13 @@ def build(config: ViTConfig, name: str) -> nn.Module:
 def with_layers(config: ViTConfig, make: Callable[[int, int], nn.Module]) -> VisionTransformer:
     """Build our transformer with other layers of as many experts and slots; ours are never built."""
     assert config.moe is not None
+    assert isinstance(config.moe.router, SoftConfig)
     model = VisionTransformer(replace(config, moe=None))
     for index in config.moe_blocks:
         block = model.encoder.blocks[index]
         assert isinstance(block, Block)
         assert not isinstance(block.mlp, MoE)
-        block.mlp = make(config.moe.num_experts, config.moe.slots_per_expert)
+        block.mlp = make(config.moe.num_experts, config.moe.router.slots_per_expert)
     return model
 
 

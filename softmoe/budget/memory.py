@@ -126,7 +126,7 @@ def moe_bytes(config: ViTConfig, batch_size: int, item: int) -> int:
     assert config.moe is not None
     T, N = batch_size * M, moe.experts
     if moe.router in SPARSE:
-        groups = -(-T // (config.moe.group_size or M))
+        groups = -(-T // (vars(config.moe.router)["group_size"] or M))
         R = N * moe.capacity * groups
         routing = T * N * (2 * ROUTING_BYTES + INDEX_BYTES) + R * (ROUTING_BYTES + INDEX_BYTES)
         rows = 3 * R * D

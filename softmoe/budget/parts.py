@@ -1,10 +1,14 @@
 """Parameters and multiply-accumulates of each part of a model, by closed formula (letters: see shapes.py)."""
 
 from fractions import Fraction
+from functools import cache
 from typing import NamedTuple
+
+import torch
 
 from softmoe.budget.shapes import LEARNED, MIXING, SPARSE, routed
 from softmoe.models import ViTConfig
+from softmoe.moe import RouterConfig
 
 
 class Part(NamedTuple):
@@ -69,14 +73,15 @@ def mlp_params(D: int, H: int) -> int:
 
 
 def router_params(config: ViTConfig) -> int:
+    """Counted in the router itself, which is small, so that a router of anybody's is right."""
     assert config.moe is not None
-    moe = routed(config)
-    assert moe is not None
-    if moe.router in SPARSE:
-        return config.width * moe.experts
-    if moe.router in LEARNED:
-        return config.width * moe.slots + config.moe.normalize
-    return 0
+    return _router_params(config.moe.router, config.width)
+
+
+@cache
+def _router_params(router: RouterConfig, width: int) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in router.build(width).parameters())
 
 
 def router_macs(config: ViTConfig, one_hot: bool) -> Fraction:

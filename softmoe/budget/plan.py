@@ -273,7 +273,7 @@ def most_experts(config: ViTConfig, devices: int, settings: Settings, hardware: 
     largest, N = 0, 1
     while N <= 1 << 16:
         slots = {"slots_per_expert": -(-moe.slots // N)} if moe.slots else {}  # sparse routers have none
-        more = replace(config, moe=replace(config.moe, num_experts=N, **slots))
+        more = replace(config, moe=config.moe.change(num_experts=N, **slots))
         if best_plan(plans(more, devices, settings), hardware) is not None:
             largest = N
         elif largest:

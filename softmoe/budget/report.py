@@ -14,8 +14,8 @@ from softmoe.budget.paper import (
     compare_pareto_runs,
     summary,
 )
-from softmoe.budget.shapes import SPARSE
 from softmoe.models import ViTConfig
+from softmoe.moe import SparseConfig
 
 WIDTH = 98
 
@@ -46,7 +46,7 @@ def models_report(models: dict[str, ViTConfig], convention: Convention = "ours")
         "",
         *parts_table("GMAC", costs, "macs"),
     ]
-    sparse = [name for name, config in models.items() if config.moe and config.moe.router in SPARSE]
+    sparse = [name for name, config in models.items() if config.moe and isinstance(config.moe.router, SparseConfig)]
     if sparse and convention == "ours":
         text = "; ".join(f"{name} {cost(models[name], convention='paper').macs / 1e9:.3f} GMAC" for name in sparse)
         lines += [

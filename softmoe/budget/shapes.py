@@ -12,12 +12,13 @@ import torch
 from softmoe.models import MoEConfig, ViTConfig
 from softmoe.models.embed import SinCosPositions
 from softmoe.models.vit import check
-from softmoe.moe import Router
+from softmoe.moe import Router, RouterConfig, SparseConfig
 from softmoe.moe.sparse import SparseRouter
 
 SPARSE = ("tokens_choice", "experts_choice")
 MIXING = ("soft", "uniform", "soft_uniform", "uniform_soft")  # slots are averages of tokens: two dense products
 LEARNED = ("soft", "soft_uniform", "uniform_soft")  # one more product, for the logits
+KNOWN = (*SPARSE, *MIXING, "identity")
 
 
 @dataclass(frozen=True)
@@ -62,26 +63,36 @@ def routed(config: ViTConfig) -> Routed | None:
     if moe is None or not layers:
         return None
     M, N = config.tokens, moe.num_experts
-    if moe.router in SPARSE:
-        group = moe.group_size or M
+    name = counted_as(moe.router)
+    if isinstance(moe.router, SparseConfig):
+        group = moe.router.group_size or M
         capacity = sparse_capacity(moe, group)
         return Routed(
-            moe.router, layers, N, Fraction(N * capacity * M, group), capacity=capacity, mask=Fraction(M * N * capacity)
+            name, layers, N, Fraction(N * capacity * M, group), capacity=capacity, mask=Fraction(M * N * capacity)
         )
-    if moe.router == "identity":
-        return Routed(moe.router, layers, N, Fraction(N * -(-M // N)))
-    slots = N * moe.slots_per_expert
-    return Routed(moe.router, layers, N, Fraction(slots), slots=slots)
+    if name == "identity":
+        return Routed(name, layers, N, Fraction(N * -(-M // N)))
+    slots = N * vars(moe.router)["slots_per_expert"]
+    return Routed(name, layers, N, Fraction(slots), slots=slots)
+
+
+def counted_as(router: RouterConfig) -> str:
+    """The router whose formulas hold: this one, or the nearest that its config inherits from."""
+    names = [kind.name for kind in type(router).__mro__ if issubclass(kind, RouterConfig) and hasattr(kind, "name")]
+    for name in names:
+        if name in KNOWN:
+            return name
+    raise ValueError(f"the cost of the router {router.name!r} is not known: its config inherits from none of ours")
 
 
 def sparse_capacity(moe: MoEConfig, group_size: int) -> int:
     """Asked of the router itself, so that there is one rule."""
     router = small_router(moe)
     assert isinstance(router, SparseRouter)
-    return router.capacity(group_size, moe.top_k if moe.router == "tokens_choice" else 1)
+    return router.capacity(group_size, vars(moe.router).get("top_k", 1))
 
 
 def small_router(moe: MoEConfig) -> Router:
     """The router for tokens of width 1; the caller's random state stays as it is."""
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-        return moe.make_router(1)
+        return moe.router.build(1)

@@ -1,13 +1,11 @@
 """`softmoe finetune MODEL DATA --image-size 384`: the recipe `finetune` for a model of one's own."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from softmoe import recipes
 from softmoe.cli.cost import parse_size
+from softmoe.cli.parse import parse_run
 from softmoe.cli.train import finish, take
 from softmoe.train import TrainConfig, train
 from softmoe.train.describe import describe_run
@@ -20,17 +18,6 @@ DATA   a folder with train/CLASS/* and val/CLASS/*, or a source as in training
 
 The head is new, positions are resampled to the image size (any, also HEIGHTxWIDTH), slots stay as they are.
 softmoe finetune MODEL DATA --help lists every setting. A stopped run continues with the same command."""
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Fine-tune a trained model."""
-
-    config: Annotated[TrainConfig, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff] = field(
-        default_factory=TrainConfig
-    )
-    dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print the settings, the cost and the memory needed, and stop."""
 
 
 def main(argv: list[str]) -> int:
@@ -51,5 +38,4 @@ def parse(model: str, data: str, argv: list[str]) -> tuple[TrainConfig, bool]:
     default = transfer_config(recipes.load("finetune"), model, image_size=parse_size(size) if size else None)
     source = f"folder:{data}" if Path(data).expanduser().exists() else data
     default = replace(default, data=replace(default.data, train=source))
-    a = tyro.cli(Arguments, args=rest, prog="softmoe finetune MODEL DATA", default=Arguments(default))
-    return a.config, a.dry_run
+    return parse_run(default, rest, "softmoe finetune MODEL DATA")

@@ -1,13 +1,14 @@
 """`softmoe train RECIPE [--section.key value ...]`."""
 
 import signal
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from softmoe import recipes
+from softmoe.cli.parse import parse_run
 from softmoe.data import WorkerDied
 from softmoe.train import Result, TrainConfig, branch, train
 from softmoe.train.branch import plan_branch
@@ -25,17 +26,6 @@ RECIPE  {names}
 
 softmoe train RECIPE --help lists every key with its value in that recipe.
 A run stopped by Ctrl-C or SIGTERM saves first and exits with 130 or 143; the same command continues it."""
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Train a model."""
-
-    config: Annotated[TrainConfig, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff] = field(
-        default_factory=TrainConfig
-    )
-    dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print the settings, the cost and the memory needed, and stop."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +73,7 @@ def parse(recipe: str, argv: list[str]) -> tuple[TrainConfig, bool]:
         default = locked_config(default, image)
     elif default.model.locked and default.model.weights is None and not {"-h", "--help"} & set(rest):
         raise ValueError(f"give the trained model whose images get texts: softmoe train {recipe} --image MODEL")
-    arguments = tyro.cli(Arguments, args=rest, prog=prog, default=Arguments(default))
-    return arguments.config, arguments.dry_run
+    return parse_run(default, rest, prog)
 
 
 def train_locked(config: TrainConfig) -> Result:

@@ -7,7 +7,7 @@ Letters: B images, M tokens, D width, H hidden width, N experts.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,8 +50,8 @@ def upcycle(
     `init` says how the routers start: "copy" leaves them fresh; "centers" and "positions" set them from the tokens of
     `images` (B, 3, height, width) so that each token comes back from a slot with tokens like it, or with its
     neighbors; "closest" takes for each layer the better of the two and refines it by gradient descent. `noise` is the
-    deviation of what is added to each expert, relative to that of the weights. `options` are further fields of
-    MoEConfig. The distance is measured on `held_out` images if given, else on `images`, else on noise.
+    deviation of what is added to each expert, relative to that of the weights. `options` are those of the
+    router and of MoEConfig. The distance is measured on `held_out` images if given, else on `images`, else on noise.
     """
     config = dense.config
     if config.moe is not None:
@@ -60,16 +60,10 @@ def upcycle(
         raise ValueError(f"init must be one of {', '.join(INITS)}, got {init!r}")
     if noise < 0:
         raise ValueError(f"noise must not be negative, got {noise}")
-    unknown = [name for name in options if name not in {f.name for f in fields(MoEConfig)}]
-    if unknown:
-        raise ValueError(f"unknown option {unknown[0]!r}: options are fields of MoEConfig")
-    moe = MoEConfig(
-        router=router,
-        num_experts=num_experts,
-        slots_per_expert=slots_per_expert,
-        blocks=None if blocks == "last_half" else parse_blocks(blocks),
-        **options,
-    )
+    options["blocks"] = None if blocks == "last_half" else parse_blocks(blocks)
+    if slots_per_expert != 1:  # not every router has slots
+        options["slots_per_expert"] = slots_per_expert
+    moe = MoEConfig.of(router, num_experts, **options)
     model = copy_model(dense, replace(config, moe=moe))
     if init != "copy":
         if images is None:

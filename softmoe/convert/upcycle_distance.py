@@ -76,7 +76,7 @@ def distance(dense: VisionTransformer, other: VisionTransformer, images: Tensor,
         logits=None if headless else relative(logits[1], logits[0]),
         same_class=None if headless else float((logits[0].argmax(-1) == logits[1].argmax(-1)).double().mean()),
         layers=layers,
-        router="none" if other.config.moe is None else other.config.moe.router,
+        router="none" if other.config.moe is None else other.config.moe.router.name,
         images=len(images),
         real=real,
     )

@@ -1,86 +1,55 @@
 """What a model is: plain frozen settings, kept beside every saved model."""
 
-from dataclasses import asdict, dataclass
-from typing import Any
+import difflib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from typing import Any, get_type_hints
 
-from softmoe.moe import (
-    Experts,
-    ExpertsChoiceRouter,
-    IdentityRouter,
-    MoE,
-    Router,
-    SoftRouter,
-    SoftUniformRouter,
-    TokensChoiceRouter,
-    UniformRouter,
-    UniformSoftRouter,
-)
+from softmoe.moe import ROUTERS, Experts, MoE, RouterConfig
 
-ROUTERS: dict[str, type[Router]] = {
-    "soft": SoftRouter,
-    "tokens_choice": TokensChoiceRouter,
-    "experts_choice": ExpertsChoiceRouter,
-    "identity": IdentityRouter,
-    "uniform": UniformRouter,
-    "soft_uniform": SoftUniformRouter,
-    "uniform_soft": UniformSoftRouter,
-}
-_OPTIONS = {  # which settings each router takes
-    "soft": ("slots_per_expert", "normalize", "noise_std", "scale_init"),
-    "tokens_choice": (
-        "top_k",
-        "capacity_factor",
-        "batch_priority",
-        "group_size",
-        "noise_std",
-        "importance_weight",
-        "load_weight",
-        "gshard_weight",
-    ),
-    "experts_choice": ("capacity_factor", "group_size", "noise_std"),
-    "identity": (),
-    "uniform": ("slots_per_expert",),
-    "soft_uniform": ("slots_per_expert", "normalize", "noise_std", "scale_init"),
-    "uniform_soft": ("slots_per_expert", "normalize", "noise_std", "scale_init"),
+_FORMER = {  # what config.json said of every MoE when there was one list of options for all routers
+    *("router", "num_experts", "slots_per_expert", "blocks", "expert_dropout", "identical_init", "normalize"),
+    *("scale_init", "noise_std", "top_k", "capacity_factor", "batch_priority", "group_size", "importance_weight"),
+    *("load_weight", "gshard_weight"),
 }
 
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """The MoE layers of a model. Settings that a router does not know are not used by it."""
+    """The MoE layers of a model: the router with its options, and where and how its experts stand."""
 
-    router: str = "soft"
-    """One of: soft, tokens_choice, experts_choice, identity, uniform, soft_uniform, uniform_soft."""
-    num_experts: int = 128
-    slots_per_expert: int = 1
+    router: RouterConfig
     blocks: tuple[int, ...] | None = None
     """Which blocks get an MoE; None is the second half."""
     expert_dropout: float | None = None
     """Dropout inside the experts; None is the model's dropout."""
     identical_init: bool = False
     """Start all experts as copies of one draw."""
-    normalize: bool = True
-    """Soft: normalize tokens and slot parameters."""
-    scale_init: float = 1.0
-    """Soft: the first value of the learned scale of the logits."""
-    noise_std: float | None = None
-    """Noise on the logits in training; None is 0 for soft routers and 1 for sparse ones."""
-    top_k: int = 1
-    capacity_factor: float = 1.0
-    batch_priority: bool = True
-    group_size: int | None = None
-    """Sparse: tokens that are routed together; None is one image."""
-    importance_weight: float = 0.005
-    load_weight: float = 0.005
-    gshard_weight: float = 0.0
 
-    def make_router(self, dim: int) -> Router:
-        if self.router not in ROUTERS:
-            raise ValueError(f"unknown router {self.router!r}, expected one of: {', '.join(ROUTERS)}")
-        options: dict[str, Any] = {name: getattr(self, name) for name in _OPTIONS[self.router]}
-        if options.get("noise_std", 0.0) is None:
-            options["noise_std"] = 1.0 if self.router in ("tokens_choice", "experts_choice") else 0.0
-        return ROUTERS[self.router](dim, self.num_experts, **options)
+    @classmethod
+    def of(cls, router: str = "soft", num_experts: int = 128, **options: Any) -> "MoEConfig":
+        """MoE layers with the router of this name. Options are fields of this class and of the router's config."""
+        options["num_experts"] = num_experts
+        known = option_names(router)
+        for name in options:
+            if name not in known:
+                raise no_option(router, name)
+        layer = {name: options.pop(name) for name in LAYER_OPTIONS if name in options}
+        return cls(ROUTERS[router](**options), **layer)
+
+    def change(self, **options: Any) -> "MoEConfig":
+        """These layers with other options. A new router keeps the number of experts and, if it has any, of slots."""
+        router = options.get("router", self.router.name)
+        kept = vars(self.router)
+        if router != self.router.name:
+            kept = {name: value for name, value in kept.items() if name in ("num_experts", "slots_per_expert")}
+            kept = {name: value for name, value in kept.items() if name in option_names(router)}
+        layer = {name: getattr(self, name) for name in LAYER_OPTIONS}
+        return MoEConfig.of(**(layer | kept | options | {"router": router}))
+
+    @property
+    def num_experts(self) -> int:
+        return self.router.num_experts
 
     def make_layer(self, dim: int, hidden_dim: int, dropout: float, activation: str = "gelu_tanh") -> MoE:
         if self.expert_dropout is not None:
@@ -93,7 +62,7 @@ class MoEConfig:
             identical_init=self.identical_init,
             activation=activation,
         )
-        return MoE(self.make_router(dim), experts)
+        return MoE(self.router.build(dim), experts)
 
     def moe_blocks(self, depth: int) -> tuple[int, ...]:
         blocks = tuple(range(depth - depth // 2, depth)) if self.blocks is None else tuple(self.blocks)
@@ -101,6 +70,55 @@ class MoEConfig:
         if outside or len(set(blocks)) != len(blocks):
             raise ValueError(f"MoE blocks must be different indices from 0 to {depth - 1}, got {list(blocks)}")
         return blocks
+
+    def to_dict(self) -> dict[str, Any]:
+        """The router's name, its options and those of the layers, in one table."""
+        layer = {name: getattr(self, name) for name in LAYER_OPTIONS}
+        return {"router": self.router.name, **vars(self.router), **layer}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "MoEConfig":
+        values = without_unused_options(values)
+        if values.get("blocks") is not None:
+            values["blocks"] = tuple(values["blocks"])
+        return cls.of(**values)
+
+
+LAYER_OPTIONS = tuple(f.name for f in fields(MoEConfig) if f.name != "router")
+
+
+def option_names(router: str) -> tuple[str, ...]:
+    """Everything that can be said of MoE layers with this router."""
+    if router not in ROUTERS:
+        raise ValueError(f"unknown router {router!r}, expected one of: {', '.join(ROUTERS)}")
+    return (*(f.name for f in fields(ROUTERS[router])), *LAYER_OPTIONS)
+
+
+def router_options() -> dict[str, Any]:
+    """The options of all routers, with their types."""
+    types: dict[str, Any] = {}
+    for config in ROUTERS.values():
+        hints = get_type_hints(config)
+        types |= {f.name: types.get(f.name, hints[f.name]) | hints[f.name] for f in fields(config)}
+    return types
+
+
+def no_option(router: str, name: str, others: Iterable[str] = (), what: str = "option") -> ValueError:
+    """The error for an option that this router does not have, or nobody has. `others` are names that would do too."""
+    if name in router_options():
+        own = ", ".join(f.name for f in fields(ROUTERS[router]))
+        return ValueError(f"the router {router!r} has no option {name!r}; it has {own}")
+    near = difflib.get_close_matches(name, [*option_names(router), *others], n=1, cutoff=0.0)[0]
+    return ValueError(f"unknown {what} {name!r}, did you mean {near!r}?")
+
+
+def without_unused_options(values: dict[str, Any]) -> dict[str, Any]:
+    """A copy of what config.json says of MoE layers. Before each router had options of its own it said those of all
+    routers, used or not, and null for the router's own noise: only such a whole list is cut to what its router has."""
+    if set(values) != _FORMER:
+        return dict(values)
+    known = ("router", *option_names(values["router"]))
+    return {k: v for k, v in values.items() if k in known and not (k == "noise_std" and v is None)}
 
 
 @dataclass(frozen=True)
@@ -148,7 +166,7 @@ class ViTConfig:
         return self.moe.moe_blocks(self.depth) if self.moe else ()
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return tower_dict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ViTConfig":
@@ -160,11 +178,7 @@ class ViTConfig:
 
 def with_moe(values: dict[str, Any]) -> dict[str, Any]:
     """A copy whose table `moe`, if there is one, is a MoEConfig."""
-    if not values.get("moe"):
-        return dict(values)
-    moe = dict(values["moe"])
-    moe["blocks"] = None if moe.get("blocks") is None else tuple(moe["blocks"])
-    return dict(values) | {"moe": MoEConfig(**moe)}
+    return dict(values) | {"moe": MoEConfig.from_dict(values["moe"])} if values.get("moe") else dict(values)
 
 
 @dataclass(frozen=True)
@@ -213,10 +227,14 @@ class TwoTowerConfig:
     """First value of a learned number added to the logits; None is none (the softmax loss does not see one)."""
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"image": tower_dict(self.image), "text": tower_dict(self.text)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TwoTowerConfig":
         values = dict(values)
         image, text = ViTConfig.from_dict(values.pop("image")), TextConfig(**with_moe(values.pop("text")))
         return cls(image, text, **values)
+
+
+def tower_dict(tower: ViTConfig | TextConfig) -> dict[str, Any]:
+    return asdict(tower) | {"moe": tower.moe and tower.moe.to_dict()}

@@ -9,15 +9,15 @@ import re
 from dataclasses import fields, replace
 from typing import Any
 
-from softmoe.models.config import ROUTERS, MoEConfig, ViTConfig
+from softmoe.models.config import MoEConfig, ViTConfig, no_option, option_names
 from softmoe.models.variants import PAPER_MODELS, SIZES
 from softmoe.models.vit import VisionTransformer
+from softmoe.moe import ROUTERS
 
 _NAME = re.compile(
     r"(?P<router>[a-z_]+)_(?P<size>ti|[sblhgG])(?P<patch>\d+)(?:_(?P<experts>\d+)e(?:(?P<slots>\d+)p)?)?"
 )
 _VIT_FIELDS = tuple(f.name for f in fields(ViTConfig) if f.name != "moe")
-_MOE_FIELDS = tuple(f.name for f in fields(MoEConfig))
 
 
 def list_models() -> list[str]:
@@ -40,7 +40,7 @@ def list_models() -> list[str]:
 def model_config(
     name: str, *, num_classes: int | None = 1000, image_size: int | tuple[int, int] = 224, **overrides: Any
 ) -> ViTConfig:
-    """The settings behind a name. Overrides are fields of ViTConfig or MoEConfig."""
+    """The settings behind a name. Overrides are fields of ViTConfig, of MoEConfig and of the router's config."""
     match = _NAME.fullmatch(name)
     if match is None or match["router"] not in ("vit", *ROUTERS):
         near = difflib.get_close_matches(name, list_models(), n=3, cutoff=0.4)
@@ -63,22 +63,23 @@ def model_config(
         num_classes=num_classes,
     )
     if match["experts"] is not None:
-        slots = int(match["slots"] or 1)
-        moe = MoEConfig(router=match["router"], num_experts=int(match["experts"]), slots_per_expert=slots)
-        config = replace(config, moe=moe)
+        slots = {} if match["slots"] is None else {"slots_per_expert": int(match["slots"])}
+        config = replace(config, moe=MoEConfig.of(match["router"], int(match["experts"]), **slots))
     return override(config, overrides)
 
 
 def override(config: ViTConfig, changes: dict[str, Any]) -> ViTConfig:
-    known = _VIT_FIELDS + (_MOE_FIELDS if config.moe else ())
-    for key in changes:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
-            raise ValueError(f"unknown model option {key!r}, did you mean {near!r}?")
     vit = {key: value for key, value in changes.items() if key in _VIT_FIELDS}
-    moe = {key: value for key, value in changes.items() if key in _MOE_FIELDS}
-    if moe and config.moe:
-        config = replace(config, moe=replace(config.moe, **moe))
+    rest = {key: value for key, value in changes.items() if key not in _VIT_FIELDS}
+    if config.moe is not None and rest:
+        router = rest.get("router", config.moe.router.name)
+        for key in rest:
+            if key not in ("router", *option_names(router)):
+                raise no_option(router, key, _VIT_FIELDS, "model option")
+        config = replace(config, moe=config.moe.change(**rest))
+    elif rest:
+        near = difflib.get_close_matches(next(iter(rest)), _VIT_FIELDS, n=1, cutoff=0.0)[0]
+        raise ValueError(f"unknown model option {next(iter(rest))!r}, did you mean {near!r}?")
     return replace(config, **vit)
 
 

@@ -1,25 +1,50 @@
 """The layer: tokens in, tokens out. One device, torch only."""
 
 from softmoe.moe.experts import Experts
-from softmoe.moe.fixed import IdentityRouter, SoftUniformRouter, UniformRouter, UniformSoftRouter
+from softmoe.moe.fixed import (
+    IdentityConfig,
+    IdentityRouter,
+    SoftUniformConfig,
+    SoftUniformRouter,
+    UniformConfig,
+    UniformRouter,
+    UniformSoftConfig,
+    UniformSoftRouter,
+)
 from softmoe.moe.layer import MoE, SoftMoE
-from softmoe.moe.routing import DenseRouting, Router, Routing, SparseRouting
-from softmoe.moe.soft import SoftRouter
-from softmoe.moe.sparse import ExpertsChoiceRouter, TokensChoiceRouter
+from softmoe.moe.routing import ROUTERS, DenseRouting, Router, RouterConfig, Routing, SparseRouting
+from softmoe.moe.soft import SoftConfig, SoftRouter
+from softmoe.moe.sparse import (
+    ExpertsChoiceConfig,
+    ExpertsChoiceRouter,
+    SparseConfig,
+    TokensChoiceConfig,
+    TokensChoiceRouter,
+)
 
 __all__ = [
+    "ROUTERS",
     "DenseRouting",
     "Experts",
+    "ExpertsChoiceConfig",
     "ExpertsChoiceRouter",
+    "IdentityConfig",
     "IdentityRouter",
     "MoE",
     "Router",
+    "RouterConfig",
     "Routing",
+    "SoftConfig",
     "SoftMoE",
     "SoftRouter",
+    "SoftUniformConfig",
     "SoftUniformRouter",
+    "SparseConfig",
     "SparseRouting",
+    "TokensChoiceConfig",
     "TokensChoiceRouter",
+    "UniformConfig",
     "UniformRouter",
+    "UniformSoftConfig",
     "UniformSoftRouter",
 ]

@@ -3,18 +3,27 @@
 Letters: B images, M tokens, D width, N experts, P slots per expert.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from softmoe.moe.routing import (
     DenseRouting,
     Router,
+    RouterConfig,
     SparseRouting,
     at_least_one,
     check_tokens,
     routing_dtype,
 )
-from softmoe.moe.soft import SoftRouter, softmax_over_slots, softmax_over_tokens
+from softmoe.moe.soft import SoftConfig, SoftRouter, softmax_over_slots, softmax_over_tokens
+
+
+@dataclass(frozen=True)
+class IdentityConfig(RouterConfig, name="identity"):
+    def build(self, dim: int) -> Router:
+        return IdentityRouter(dim, **vars(self))
 
 
 class IdentityRouter(Router):
@@ -40,6 +49,14 @@ class IdentityRouter(Router):
         return SparseRouting(token_NS, gate_NS, mask_T, (B, M))
 
 
+@dataclass(frozen=True)
+class UniformConfig(RouterConfig, name="uniform"):
+    slots_per_expert: int = 1
+
+    def build(self, dim: int) -> Router:
+        return UniformRouter(dim, **vars(self))
+
+
 class UniformRouter(Router):
     """Every slot is the mean token, every token gets the mean slot. Experts differ only by their first weights."""
 
@@ -58,6 +75,12 @@ class UniformRouter(Router):
         return DenseRouting(softmax_over_tokens(flat_BMNP, mask), softmax_over_slots(flat_BMNP, mask))
 
 
+@dataclass(frozen=True)
+class SoftUniformConfig(SoftConfig, name="soft_uniform"):
+    def build(self, dim: int) -> Router:
+        return SoftUniformRouter(dim, **vars(self))
+
+
 class SoftUniformRouter(SoftRouter):
     """Learned dispatch, uniform combine: every token of an image gets the same update."""
 
@@ -65,6 +88,12 @@ class SoftUniformRouter(SoftRouter):
         logits_BMNP = self.logits(x_BMD, mask)
         flat_BMNP = torch.zeros_like(logits_BMNP)
         return DenseRouting(softmax_over_tokens(logits_BMNP, mask), softmax_over_slots(flat_BMNP, mask))
+
+
+@dataclass(frozen=True)
+class UniformSoftConfig(SoftConfig, name="uniform_soft"):
+    def build(self, dim: int) -> Router:
+        return UniformSoftRouter(dim, **vars(self))
 
 
 class UniformSoftRouter(SoftRouter):

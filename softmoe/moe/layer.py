@@ -34,7 +34,8 @@ class SoftMoE(MoE):
 
     Takes tokens (B, M, D), single vectors (B, D) and feature maps (B, D, height, width); returns the same shape.
     Use about as many slots (experts x slots per expert) as tokens for the cost of one MLP. The number of slots is
-    fixed, the number of tokens is free.
+    fixed, the number of tokens is free. `normalize`, `noise_std` and `scale_init` are options of the router (see
+    SoftConfig), `activation` (gelu_tanh or gelu), `dropout` and `identical_init` of the experts (see Experts).
     """
 
     def __init__(
@@ -46,13 +47,19 @@ class SoftMoE(MoE):
         *,
         normalize: bool = True,
         noise_std: float = 0.0,
+        scale_init: float = 1.0,
+        activation: str = "gelu_tanh",
         dropout: float = 0.0,
         identical_init: bool = False,
     ):
         hidden_dim = 4 * dim if hidden_dim is None else hidden_dim
         super().__init__(
-            SoftRouter(dim, num_experts, slots_per_expert, normalize=normalize, noise_std=noise_std),
-            Experts(dim, hidden_dim, num_experts, dropout=dropout, identical_init=identical_init),
+            SoftRouter(
+                dim, num_experts, slots_per_expert, normalize=normalize, noise_std=noise_std, scale_init=scale_init
+            ),
+            Experts(
+                dim, hidden_dim, num_experts, dropout=dropout, identical_init=identical_init, activation=activation
+            ),
         )
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, is_causal: bool = False) -> Tensor:

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,31 @@ class Router(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> Routing: ...
+
+
+ROUTERS: "dict[str, type[RouterConfig]]" = {}
+"""The configuration class of every router, by the router's name. Classes enter themselves when they are defined."""
+
+
+@dataclass(frozen=True)
+class RouterConfig(ABC):
+    """The options of one router: the fields of its own config are the arguments of its constructor, `dim` apart.
+
+    `class MineConfig(RouterConfig, name="mine")` is all that names, recipes and the command line need to know of it.
+    """
+
+    name: ClassVar[str]
+    num_experts: int
+
+    def __init_subclass__(cls, *, name: str | None = None, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if name is not None:
+            cls.name = name
+            ROUTERS[name] = cls
+
+    @abstractmethod
+    def build(self, dim: int) -> Router:
+        """Make the router for tokens of width `dim`."""
 
 
 @dataclass(frozen=True)

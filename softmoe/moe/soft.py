@@ -10,6 +10,8 @@ Each slot has a learned vector. Tokens and slot vectors are normalized and compa
 The routing normalizes a private copy; the tokens that are mixed are the ones that came in.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +19,7 @@ from softmoe.moe.init import lecun_normal_
 from softmoe.moe.routing import (
     DenseRouting,
     Router,
+    RouterConfig,
     at_least_one,
     check_tokens,
     no_autocast,
@@ -27,12 +30,22 @@ from softmoe.moe.routing import (
 EPS = 1e-6  # inside the root, so that a zero vector has a zero direction and a finite gradient
 
 
-class SoftRouter(Router):
-    """Slot (n, p) belongs to expert n.
+@dataclass(frozen=True)
+class SoftConfig(RouterConfig, name="soft"):
+    slots_per_expert: int = 1
+    normalize: bool = True
+    """Normalize tokens and slot vectors. False gives plain logits x @ phi, as in the paper's study of collapse."""
+    noise_std: float = 0.0
+    """Deviation of the Gaussian noise on the logits in training mode."""
+    scale_init: float = 1.0
+    """The first value of the learned scale of the normalized logits."""
 
-    `normalize=False` gives plain logits x @ phi, as in the paper's study of collapse. `noise_std` adds Gaussian
-    noise to the logits in training mode.
-    """
+    def build(self, dim: int) -> Router:
+        return SoftRouter(dim, **vars(self))
+
+
+class SoftRouter(Router):
+    """Slot (n, p) belongs to expert n. The options are those of SoftConfig."""
 
     def __init__(
         self,

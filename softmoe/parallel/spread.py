@@ -12,13 +12,12 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from softmoe.models import TwoTower, VisionTransformer, ViTConfig
 from softmoe.models.transformer import Block
-from softmoe.moe import Experts, MoE
+from softmoe.moe import Experts, MoE, SparseConfig
 from softmoe.parallel.experts import OwnedExperts
 from softmoe.parallel.mesh import Mesh, Sizes
 from softmoe.parallel.reduce import mean_over_ranks
 
 AnyModel = TypeVar("AnyModel", bound=VisionTransformer | TwoTower)
-SPARSE = ("tokens_choice", "experts_choice")
 
 
 @contextmanager
@@ -125,7 +124,8 @@ def check_experts(num_experts: int, dim: int, hidden_dim: int, sizes: Sizes) -> 
 def check_groups(config: ViTConfig, images: int) -> None:
     """ValueError if routing groups would span ranks: with `images` per rank and pass they are whole, or the result is
     not that of one process."""
-    size = None if config.moe is None or config.moe.router not in SPARSE else config.moe.group_size
+    router = config.moe and config.moe.router
+    size = router.group_size if isinstance(router, SparseConfig) else None
     if size is not None and images * config.tokens % size:
         raise ValueError(
             f"routing groups of {size} tokens do not fit the {images} images x {config.tokens} tokens of a rank: "

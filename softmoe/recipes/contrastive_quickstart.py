@@ -36,7 +36,13 @@ def recipe() -> TrainConfig:
     return TrainConfig(
         steps=STEPS,
         model=ModelSection(
-            name="soft_ti4_16e", width=64, depth=4, heads=4, mlp_dim=256, blocks=(0, 1, 2, 3), scale_init=6.0
+            name="soft_ti4_16e",
+            width=64,
+            depth=4,
+            heads=4,
+            mlp_dim=256,
+            blocks=(0, 1, 2, 3),
+            options={"scale_init": 6.0},
         ),
         text=TextSection(
             size="ti", width=64, depth=2, heads=4, mlp_dim=256, length=20, vocab_size=512, mask_padding=True

@@ -33,7 +33,13 @@ def recipe() -> TrainConfig:
     return TrainConfig(
         steps=STEPS,
         model=ModelSection(
-            name="soft_ti4_16e", width=64, depth=4, heads=4, mlp_dim=256, blocks=(0, 1, 2, 3), scale_init=6.0
+            name="soft_ti4_16e",
+            width=64,
+            depth=4,
+            heads=4,
+            mlp_dim=256,
+            blocks=(0, 1, 2, 3),
+            options={"scale_init": 6.0},
         ),
         data=DataSection(
             train=f"shapes?size={IMAGE}",

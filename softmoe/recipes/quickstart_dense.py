@@ -31,5 +31,5 @@ def tiny() -> TrainConfig:
 
 
 def dense(config: TrainConfig) -> TrainConfig:
-    model = replace(config.model, router="dense", blocks=None, scale_init=None)
+    model = config.model.change(router="dense", blocks=None)
     return replace(config, model=model)

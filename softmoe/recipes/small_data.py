@@ -41,7 +41,7 @@ def recipe() -> TrainConfig:
             heads=4,
             mlp_dim=256,
             blocks=(0, 1, 2, 3),
-            scale_init=6.0,
+            options={"scale_init": 6.0},
         ),
         data=DataSection(
             train="folder:data",

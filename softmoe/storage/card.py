@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from softmoe.moe import SoftConfig
 from softmoe.storage.saved import SavedModel
 
 _LISTED = 20  # class names shown
@@ -18,10 +19,11 @@ def model_card(saved: SavedModel, parameters: int) -> str:
         "outputs": "features (no head)" if config.num_classes is None else f"{config.num_classes} classes",
     }
     if config.moe:
-        kind = f"a vision transformer with {config.moe.router.replace('_', ' ')} mixtures of experts"
-        slots = f", {config.moe.slots_per_expert} slots each" if "soft" in config.moe.router else ""
+        kind = f"a vision transformer with {config.moe.router.name.replace('_', ' ')} mixtures of experts"
+        router = config.moe.router
+        slots = f", {router.slots_per_expert} slots each" if isinstance(router, SoftConfig) else ""
         blocks = ", ".join(map(str, config.moe_blocks))
-        rows["experts"] = f"{config.moe.num_experts} ({config.moe.router}{slots}) in blocks {blocks}"
+        rows["experts"] = f"{config.moe.num_experts} ({router.name}{slots}) in blocks {blocks}"
     if saved.towers:
         t = saved.towers.text
         kind = f"two towers, for images and texts; that for images is {kind}"

@@ -23,6 +23,7 @@ from softmoe.storage.saved import (
     TokenizerFile,
     is_saved,
     open_saved,
+    parse_architecture,
     parse_preprocessing,
     split_architecture,
 )
@@ -193,9 +194,12 @@ def check_weights(saved: SavedModel, weights: WeightFiles) -> dict[str, Spec]:
         index = read_json(folder / INDEX)
         if not isinstance(index, dict) or index.get("weight_map") != weights.file_of:
             raise ValueError(f"{folder / INDEX} does not match the tensors in the weight files")
-    written = json.loads(weights.metadata.get("architecture", "null"))
-    expected = json.loads(json.dumps(saved.architecture.to_dict()))
-    if written is not None and (key := first_difference(written, expected)):
+    noted = json.loads(weights.metadata.get("architecture", "null"))
+    written, expected = (
+        json.loads(json.dumps(architecture.to_dict()))
+        for architecture in (saved.architecture if noted is None else parse_architecture(noted), saved.architecture)
+    )
+    if key := first_difference(written, expected):
         raise ValueError(
             f"{folder / 'config.json'} is not the one these weights were saved with: it says {key} = "
             f"{look_up(expected, key)!r}, the weights say {look_up(written, key)!r}"

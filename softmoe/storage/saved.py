@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from softmoe.models.config import MoEConfig, TextConfig, TwoTowerConfig, ViTConfig
+from softmoe.models.config import TextConfig, TwoTowerConfig, ViTConfig, option_names, without_unused_options
 from softmoe.storage import hub
 from softmoe.storage.checkpoint import read_manifest
 from softmoe.storage.files import FileFacts, follow_link, read_json
@@ -227,7 +227,9 @@ def parse_architecture(values: Mapping[str, Any]) -> Architecture:
 def check_fields(values: Mapping[str, Any], kind: type[ViTConfig] | type[TextConfig], path: str) -> None:
     check_keys(values, [f.name for f in fields(kind)], path)
     if values.get("moe"):
-        check_keys(values["moe"], [f.name for f in fields(MoEConfig)], f"{path}moe.")
+        check_keys(values["moe"], values["moe"], f"{path}moe.")
+        moe = without_unused_options(values["moe"])
+        check_keys(moe, ("router", *option_names(moe["router"])), f"{path}moe.")
 
 
 def split_architecture(architecture: Architecture) -> tuple[ViTConfig, TwoTowerConfig | None]:

@@ -216,7 +216,7 @@ def health(rows: list[dict[str, Any]]) -> dict[str, float]:
 def deciding(config: TrainConfig) -> dict[str, Any]:
     """The settings that can change a result, where they are not the usual ones: a new setting makes no new run."""
     usual = flatten(TrainConfig().to_dict()) | {"model.weights": config.model.weights}  # which its parent decides
-    kept = {key: value for key, value in flatten(config.to_dict()).items() if value != usual[key]}
+    kept = {key: value for key, value in flatten(config.to_dict()).items() if value != usual.get(key)}
     return {key: value for key, value in kept.items() if key in COUNTS or not any(matches(key, rule) for rule in FREE)}
 
 

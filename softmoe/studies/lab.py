@@ -9,7 +9,7 @@ of so short a run, see docs/experiments.md), a cosine instead of a root, softmax
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar, get_args
 
 from softmoe.data import TransformConfig
@@ -33,8 +33,6 @@ ScaleName = Literal["tiny", "small", "paper"]
 SCALES: tuple[ScaleName, ...] = get_args(ScaleName)
 GROUP = 32
 """Images that sparse routers route together: buffers of a few hundred tokens, as in the paper's groups."""
-
-DEFAULTS = {f.name: f.default for f in fields(MoEConfig) if f.name not in ("router", "num_experts")}
 
 
 @dataclass(frozen=True)
@@ -78,8 +76,9 @@ class Lab:
             given |= self.soft
         if router in ("tokens_choice", "experts_choice"):
             given["group_size"] = min(GROUP, self.base.data.batch_size) * self.tokens
-        set_anew = {key: value for key, value in (given | changes).items() if value != DEFAULTS.get(key, self)}
-        config = replace(self.base, model=replace(self.base.model, **set_anew))
+        usual = {} if router == "dense" else MoEConfig.of(router).to_dict() | {"router": None, "num_experts": None}
+        set_anew = {key: value for key, value in (given | changes).items() if value != usual.get(key, self)}
+        config = replace(self.base, model=self.base.model.change(**set_anew))
         return config if peak is None else replace(config, schedule=replace(config.schedule, peak=peak))
 
     def over_seeds(self, config: TrainConfig, **labels: Any) -> Iterator[Cell]:

@@ -1,16 +1,16 @@
 """Everything that decides what a training run does, as frozen dataclasses. A recipe is a function that returns one."""
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 from softmoe.data import TransformConfig
 from softmoe.models import MoEConfig, ViTConfig, model_config
+from softmoe.models.config import LAYER_OPTIONS, option_names, router_options
 from softmoe.storage.store import CheckpointSection
-from softmoe.train.strict import from_dict, to_dict
+from softmoe.train.strict import convert, from_dict, to_dict
 from softmoe.train.text_section import TextSection
 
-_MOE_FIELDS = tuple(f.name for f in fields(MoEConfig))
-_NOT_SHAPE = ("name", "router", "weights", "new_head", "locked")
+_NOT_SHAPE = ("name", "router", "weights", "new_head", "locked", "options")
 
 
 @dataclass(frozen=True)
@@ -45,48 +45,74 @@ class ModelSection:
     representation_size: int | None = None
     """Width of a tanh layer before the head, if any."""
     num_experts: int | None = None
-    slots_per_expert: int | None = None
     blocks: tuple[int, ...] | None = None
     """Which blocks get experts; the names say the second half."""
     expert_dropout: float | None = None
     identical_init: bool | None = None
     """Start all experts as copies of one draw."""
-    normalize: bool | None = None
-    """Soft: normalize tokens and slot parameters."""
-    scale_init: float | None = None
-    """Soft: the first value of the learned scale of the logits."""
-    noise_std: float | None = None
-    top_k: int | None = None
-    capacity_factor: float | None = None
-    batch_priority: bool | None = None
-    group_size: int | None = None
-    """Sparse: tokens that are routed together; None is one image."""
-    importance_weight: float | None = None
-    load_weight: float | None = None
-    gshard_weight: float | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of the router, by the names of its config's fields. Stored files and the command line have them beside
+    the other settings of the model: model.top_k."""
 
     def resolve(self, num_classes: int | None, image_size: int | tuple[int, int]) -> ViTConfig:
         """The model itself, for data of this many classes and this size."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_SHAPE}
         overrides = {key: value for key, value in given.items() if value is not None}
+        for_experts = {key: overrides.pop(key) for key in ("num_experts", *LAYER_OPTIONS) if key in overrides}
+        for_experts |= self.options
         config = model_config(
             self.name,
             num_classes=overrides.pop("num_classes", num_classes),
             image_size=overrides.pop("image_size", image_size),
+            **overrides,
         )
-        for_experts = {key: value for key, value in overrides.items() if key in _MOE_FIELDS}
         if self.router == "dense":
-            config = replace(config, moe=None)
-        elif self.router is not None or (for_experts and config.moe):
-            if self.router is not None:
-                for_experts["router"] = self.router
-            config = replace(config, moe=replace(config.moe or MoEConfig(), **for_experts))
-        elif for_experts:
+            return replace(config, moe=None)
+        if self.router is not None:
+            for_experts["router"] = self.router
+        elif for_experts and not config.moe:
             raise ValueError(
                 f"the model {self.name!r} has no experts, but {', '.join(for_experts)} is set: give model.router too, "
                 "or a name such as soft_s16_128e"
             )
-        return replace(config, **{key: value for key, value in overrides.items() if key not in _MOE_FIELDS})
+        return replace(config, moe=(config.moe or MoEConfig.of()).change(**for_experts)) if for_experts else config
+
+    def change(self, **settings: Any) -> "ModelSection":
+        """This section with other settings, those of the router among them. Another router keeps the options it has."""
+        own = {key: value for key, value in settings.items() if key in {f.name for f in fields(self)}}
+        options = {key: value for key, value in settings.items() if key not in own}
+        changed = replace(self, **own)
+        kept = changed.options
+        if (router := changed.router_name) != self.router_name:
+            known = () if router == "dense" else option_names(router)
+            kept = {key: value for key, value in kept.items() if key in known}
+        return replace(changed, options={key: value for key, value in (kept | options).items() if value is not None})
+
+    @property
+    def router_name(self) -> str:
+        """What `router` says, or else the name of the model; dense without experts."""
+        if self.router is not None:
+            return self.router
+        moe = model_config(self.name).moe
+        return "dense" if moe is None else moe.router.name
+
+    def to_dict(self) -> dict[str, Any]:
+        values = to_dict(self)
+        return values | values.pop("options")
+
+    @classmethod
+    def from_dict(cls, values: Any, path: str = "") -> "ModelSection":
+        """None stands for what is not set: runs stored before said it of every option of every router."""
+        if not isinstance(values, dict):
+            return from_dict(cls, values, path)  # which says what is wrong
+        types = {name: hint for name, hint in router_options().items() if name != "num_experts"}
+        options = {
+            name: convert(types[name], value, f"{path}.{name}")
+            for name, value in values.items()
+            if name in types and value is not None
+        }
+        own = {name: value for name, value in values.items() if name not in types}
+        return replace(from_dict(cls, own, path), options=options)
 
 
 @dataclass(frozen=True)
@@ -234,11 +260,13 @@ class TrainConfig:
     threads: int | None = None
     """CPU threads; None is what torch chooses."""
 
-    def to_dict(self) -> dict:
-        return to_dict(self)
+    def to_dict(self) -> dict[str, Any]:
+        return to_dict(self) | {"model": self.model.to_dict()}
 
     @classmethod
-    def from_dict(cls, values: dict) -> "TrainConfig":
+    def from_dict(cls, values: dict[str, Any]) -> "TrainConfig":
+        if isinstance(values, dict) and "model" in values:
+            values = values | {"model": ModelSection.from_dict(values["model"], "model")}
         return from_dict(cls, values)
 
     def check(self) -> None:

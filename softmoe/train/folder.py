@@ -84,11 +84,12 @@ class RunFolder:
 def differences(old: TrainConfig, new: TrainConfig, done: int) -> list[str]:
     """Lines `key: old -> new` for what may not change once `done` steps are made; empty if the run may continue."""
     before, after = flatten(old.to_dict()), flatten(new.to_dict())
-    changed = [key for key in after if after[key] != before.get(key) and not any(matches(key, rule) for rule in FREE)]
+    keys = [key for key in before | after if before.get(key) != after.get(key)]
+    changed = [key for key in keys if not any(matches(key, rule) for rule in FREE)]
     future = [key for key in changed if any(matches(key, rule) for rule in FUTURE)]
     if future and same_past(old, new, done):
         changed = [key for key in changed if key not in future]
-    return [f"{key}: {before.get(key)} -> {after[key]}" for key in changed]
+    return [f"{key}: {before.get(key)} -> {after.get(key)}" for key in changed]
 
 
 def matches(key: str, rule: str) -> bool:

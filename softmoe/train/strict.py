@@ -20,15 +20,16 @@ def from_dict(cls: type, values: Any, path: str = "") -> Any:
         if key not in names:
             near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.0)[0]
             raise ValueError(f"unknown key {_join(path, key)!r}, did you mean {_join(path, near)!r}?")
-    return cls(**{key: _convert(hints[key], value, _join(path, key)) for key, value in values.items()})
+    return cls(**{key: convert(hints[key], value, _join(path, key)) for key, value in values.items()})
 
 
-def _convert(hint: Any, value: Any, path: str) -> Any:
+def convert(hint: Any, value: Any, path: str) -> Any:
+    """The value as the type says, or a ValueError that names its place."""
     origin: Any = get_origin(hint)
     if origin in (Union, types.UnionType):
         for member in get_args(hint):
             try:
-                return _convert(member, value, path)
+                return convert(member, value, path)
             except ValueError:
                 continue
     elif dataclasses.is_dataclass(hint) and isinstance(hint, type):
@@ -54,7 +55,7 @@ def _convert_tuple(members: tuple, values: list | tuple, path: str) -> tuple:
         members = (members[0],) * len(values)
     if len(members) != len(values):
         raise ValueError(f"{path} must have {len(members)} values, got {len(values)}")
-    return tuple(_convert(member, value, path) for member, value in zip(members, values, strict=True))
+    return tuple(convert(member, value, path) for member, value in zip(members, values, strict=True))
 
 
 def describe(hint: Any) -> str:

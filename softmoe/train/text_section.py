@@ -43,7 +43,7 @@ class TextSection:
         width, depth, mlp_dim, heads = SIZES[self.size]
         moe = None
         if self.num_experts is not None:
-            moe = MoEConfig(num_experts=self.num_experts, slots_per_expert=self.slots_per_expert)
+            moe = MoEConfig.of("soft", self.num_experts, slots_per_expert=self.slots_per_expert)
         text = TextConfig(
             vocab_size=vocab_size,
             length=self.length,

@@ -16,7 +16,7 @@ import torch
 
 from softmoe.convert.files import read_model
 from softmoe.data import open_source
-from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
+from softmoe.models import VisionTransformer, ViTConfig
 from softmoe.models.embed import LearnedPositions
 from softmoe.models.variants import SIZES
 from softmoe.parallel import local_shard
@@ -73,10 +73,10 @@ def section_of(shape: ViTConfig) -> ModelSection:
     moe = given.pop("moe")
     name = f"vit_{letter}{shape.patch_size}"
     if moe is not None:
-        given |= {f.name: getattr(moe, f.name) for f in fields(MoEConfig)}
-        name = f"{moe.router}_{letter}{shape.patch_size}_{moe.num_experts}e"
+        given |= moe.to_dict()
+        name = f"{moe.router.name}_{letter}{shape.patch_size}_{moe.num_experts}e"
     del given["num_classes"], given["image_size"]
-    return ModelSection(name=name, **given)
+    return ModelSection(name=name).change(**given)
 
 
 @torch.no_grad()
@@ -113,7 +113,8 @@ def describe(config: ViTConfig) -> dict[str, Any]:
     """What the names and shapes of the weights, and their meaning, depend on."""
     facts = {key: getattr(config, key) for key in (*_FUNCTION, "representation_size")}
     if config.moe is not None:
-        facts |= {key: getattr(config.moe, key) for key in _ROUTING} | {"blocks": config.moe_blocks}
+        facts |= {key: value for key, value in config.moe.to_dict().items() if key in _ROUTING}
+        facts["blocks"] = config.moe_blocks
     return facts
 
 

@@ -19,7 +19,7 @@ from softmoe.moe import ExpertsChoiceRouter, SoftRouter, TokensChoiceRouter
 from softmoe.train.config import OptimSection
 
 SMALL = ViTConfig(
-    image_size=8, patch_size=4, width=8, depth=2, mlp_dim=8, heads=2, num_classes=3, moe=MoEConfig(num_experts=2)
+    image_size=8, patch_size=4, width=8, depth=2, mlp_dim=8, heads=2, num_classes=3, moe=MoEConfig.of(num_experts=2)
 )
 
 

@@ -6,13 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from routers import moe_of
 from torch.utils.flop_counter import FlopCounterMode
 
 import softmoe
 from softmoe.budget import cost
 from softmoe.budget.elementwise import FORWARD, TRAIN, elementwise
-from softmoe.models import MoEConfig, VisionTransformer, ViTConfig, create_model, model_config
-from softmoe.models.config import ROUTERS
+from softmoe.models import VisionTransformer, ViTConfig, create_model, model_config
+from softmoe.moe import ROUTERS
 
 BATCH = 2
 PAPER_PARAMS = {  # with the 29,593 classes of the paper
@@ -50,7 +51,7 @@ def configs(draw: st.DrawFn, routers: tuple[str | None, ...] = (None, *ROUTERS))
     router = draw(st.sampled_from(routers))
     if router is None:
         return config
-    moe = MoEConfig(
+    moe = moe_of(
         router,
         num_experts=draw(st.integers(2, 5)),
         slots_per_expert=draw(st.integers(1, 3)),
@@ -97,12 +98,12 @@ def test_paper_convention_adds_the_one_hot_products_only(config: ViTConfig) -> N
     """Two products with the (tokens x experts x capacity) mask for each sparse layer; no difference elsewhere."""
     ours, paper = cost(config), cost(config, convention="paper")
     moe = config.moe
-    if moe is None or moe.router not in ("tokens_choice", "experts_choice"):
+    if moe is None or moe.router.name not in ("tokens_choice", "experts_choice"):
         assert ours == paper
         return
-    group = moe.group_size or config.tokens
-    choices = moe.top_k if moe.router == "tokens_choice" else 1
-    capacity = max(1, round(group * choices * moe.capacity_factor / moe.num_experts))
+    group = moe.router.group_size or config.tokens
+    choices = moe.router.top_k if moe.router.name == "tokens_choice" else 1
+    capacity = max(1, round(group * choices * moe.router.capacity_factor / moe.num_experts))
     mask = config.tokens * moe.num_experts * capacity
     layers = len(config.moe_blocks)
     assert paper.macs - ours.macs == layers * 2 * mask * config.width

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from routers import moe_of
 
 from softmoe.budget import cost, memory
 from softmoe.budget.memory import WAITING
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
-from softmoe.models.config import ROUTERS
+from softmoe.moe import ROUTERS
 
 BASE = ViTConfig(image_size=(64, 48), patch_size=8, width=64, depth=4, mlp_dim=256, heads=4, num_classes=11)
 CASES = {
@@ -18,10 +19,10 @@ CASES = {
     "attention pool": replace(BASE, pool="attention"),
     "class token": replace(BASE, pool="class", representation_size=30),
     "no qk norm": replace(BASE, qk_norm=False),
-    "soft with dropout": replace(BASE, dropout=0.1, moe=MoEConfig("soft", 8, 6)),
-    "long groups": replace(BASE, moe=MoEConfig("tokens_choice", 8, top_k=2, group_size=96)),
-    "one moe": replace(BASE, moe=MoEConfig("soft", 8, 6, blocks=(0,))),
-    **{router: replace(BASE, moe=MoEConfig(router, 8, 6)) for router in ROUTERS},
+    "soft with dropout": replace(BASE, dropout=0.1, moe=MoEConfig.of("soft", 8, slots_per_expert=6)),
+    "long groups": replace(BASE, moe=MoEConfig.of("tokens_choice", 8, top_k=2, group_size=96)),
+    "one moe": replace(BASE, moe=MoEConfig.of("soft", 8, slots_per_expert=6, blocks=(0,))),
+    **{router: replace(BASE, moe=moe_of(router, 8, slots_per_expert=6)) for router in ROUTERS},
 }
 
 
@@ -72,7 +73,7 @@ def test_small_states_and_updates_in_the_backward_pass() -> None:
     params = cost(BASE).params
     assert memory(BASE, 1, state_bytes=2).optimizer_state == 4 * params
     assert memory(BASE, 1, in_backward=True).gradients == 4 * params  # all of them wait for each other
-    many = replace(BASE, moe=MoEConfig("soft", 2048))
+    many = replace(BASE, moe=MoEConfig.of("soft", 2048))
     largest = max(p.numel() for p in _on_meta(many).parameters())
     assert memory(many, 1, in_backward=True).gradients == 4 * largest + WAITING
     assert memory(many, 1, in_backward=True, state_bytes=2).gradients == 8 * largest + WAITING  # two at work

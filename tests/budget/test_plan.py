@@ -5,19 +5,19 @@ from dataclasses import replace
 
 import pytest
 from parallel.dry import trace_all
+from routers import moe_of
 
 from softmoe.budget.plan import DEVICES, Layout, Plan, Settings, best_plan, layouts, most_experts, plans
 from softmoe.budget.plan_report import plan_report
 from softmoe.cli.plan import main, parse_bytes
 from softmoe.models import ViTConfig, model_config
-from softmoe.models.config import MoEConfig
 from softmoe.parallel import Sizes, check_experts
 
 A100 = DEVICES["a100-40"]
 
 
 def small(router: str = "soft", **more) -> ViTConfig:
-    moe = MoEConfig(router, num_experts=8, slots_per_expert=4, **more)
+    moe = moe_of(router, num_experts=8, slots_per_expert=4, **more)
     return ViTConfig(image_size=64, patch_size=8, width=128, depth=4, mlp_dim=512, heads=4, num_classes=64, moe=moe)
 
 
@@ -106,7 +106,7 @@ def test_most_experts_share_the_slots_of_the_model():
     assert config.moe is not None
     needed = {}
     for number in (1, 2, 4, 8, 16, 32):
-        moe = replace(config.moe, num_experts=number, slots_per_expert=32 // number)
+        moe = config.moe.change(num_experts=number, slots_per_expert=32 // number)
         needed[number] = min(plan.memory().peak for plan in plans(replace(config, moe=moe), 4, settings))
     for number, more in ((0, 1), (8, 16), (16, 32)):  # just too little for the next one
         hardware = replace(A100, memory=needed[more] - 1)

@@ -13,7 +13,7 @@ from softmoe.models.text import POOLS
 
 
 @pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("moe", [None, MoEConfig(num_experts=3, slots_per_expert=2)])
+@pytest.mark.parametrize("moe", [None, MoEConfig.of(num_experts=3, slots_per_expert=2)])
 def test_text_towers_are_counted_exactly(pool, moe):
     """Parameters and multiply-accumulates are those of the built tower."""
     config = replace(shape().text, pool=pool, moe=moe, mask_padding=False)

@@ -34,7 +34,7 @@ def test_upcycle(dense: Path, tmp_path: Path, capsys):
     assert "why:" in text
     saved = open_saved(out)
     assert saved.config.moe is not None
-    assert (saved.config.moe.num_experts, saved.config.moe.slots_per_expert) == (4, 2)
+    assert (saved.config.moe.num_experts, saved.config.moe.router.slots_per_expert) == (4, 2)
     assert (saved.config.moe_blocks, saved.classes) == ((0, 1), tuple(f"c{i}" for i in range(7)))
     assert saved.provenance["upcycled_from"] == str(dense)
     assert main(["upcycle", str(dense), "--experts", "4"]) == 0

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from routers import moe_of
 from torch import Tensor, nn
 
 from softmoe.convert import from_vmoe, to_vmoe
@@ -76,7 +77,7 @@ def moe_config(parameters: Arrays, settings: Arrays, **more: Any) -> MoEConfig:
     slots = parameters.get("Router/mu", np.empty((1, 1, 1))).shape[2]
     sparse = "tokens_choice" if "K" in settings else "experts_choice"
     router = "soft" if "Router/mu" in parameters else sparse
-    return MoEConfig(
+    return moe_of(
         router=router,
         num_experts=parameters["Mlp/Dense_0/kernel"].shape[0],
         slots_per_expert=slots,

@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from routers import moe_of
 
 from softmoe.convert import from_vmoe, to_vmoe
 from softmoe.convert.vmoe import read_npz
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig, create_model
-from softmoe.models.config import ROUTERS
-from softmoe.moe import Experts, IdentityRouter, MoE, SoftMoE, SoftRouter
+from softmoe.moe import ROUTERS, Experts, IdentityRouter, MoE, SoftMoE, SoftRouter
 
 TINY = ViTConfig(
     image_size=(8, 12), patch_size=4, width=16, depth=2, mlp_dim=24, heads=2, num_classes=5
@@ -29,7 +29,7 @@ def model(**changes: object) -> VisionTransformer:
 @st.composite
 def configs(draw: st.DrawFn) -> ViTConfig:
     router = draw(st.sampled_from([None, *ROUTERS]))
-    moe = router and MoEConfig(
+    moe = router and moe_of(
         router,
         num_experts=3,
         slots_per_expert=2,
@@ -86,7 +86,7 @@ def test_names_and_shapes_of_a_soft_model() -> None:
 
 def test_names_of_the_other_parts() -> None:
     """Class token, attention pool, tanh layer and sparse router carry the reference's names and shapes."""
-    moe = MoEConfig("tokens_choice", num_experts=3, blocks=(1,))
+    moe = MoEConfig.of("tokens_choice", num_experts=3, blocks=(1,))
     shapes = {k: v.shape for k, v in to_vmoe(model(pool="class", representation_size=7, moe=moe)).items()}
     assert shapes["cls"] == (1, 1, 16)
     assert shapes["Encoder/posembed_input/pos_embedding"] == (1, 7, 16)

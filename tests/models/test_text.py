@@ -20,7 +20,7 @@ def tower(**changes) -> TextTransformer:
 
 
 @pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("moe", [None, MoEConfig(num_experts=3, slots_per_expert=2)])
+@pytest.mark.parametrize("moe", [None, MoEConfig.of(num_experts=3, slots_per_expert=2)])
 def test_padding_changes_nothing(pool, moe):
     """With the mask, more end tokens after the first give the same vector and gradients, with experts too."""
     model = tower(pool=pool, moe=moe, mask_padding=True)

@@ -56,7 +56,7 @@ class Outcome:
 def make_model(router: str, *, num_experts: int = 4, seed: int = 0, **more: Any) -> VisionTransformer:
     torch.manual_seed(seed)
     options: dict[str, Any] = {"blocks": (0, 1), "num_experts": num_experts} | ROUTERS[router] | more
-    moe = None if router == "dense" else MoEConfig(router, **options)
+    moe = None if router == "dense" else MoEConfig.of(router, **options)
     config = ViTConfig(image_size=8, patch_size=2, width=8, depth=2, mlp_dim=12, heads=2, num_classes=CLASSES, moe=moe)
     model = VisionTransformer(config).double()
     with torch.no_grad():

@@ -27,7 +27,7 @@ def make_config(runs: Path, name: str = "run", *, steps: int = 4, **parallel: An
         runs=str(runs),
         run_name=name,
         steps=steps,
-        model=ModelSection(name="soft_ti4_4e", width=16, depth=2, heads=2, mlp_dim=16, slots_per_expert=2),
+        model=ModelSection(name="soft_ti4_4e", width=16, depth=2, heads=2, mlp_dim=16, options={"slots_per_expert": 2}),
         data=DataSection(
             train="shapes?size=16",
             batch_size=8,

@@ -5,10 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from routers import moe_of
 from torch import Tensor
 from two_towers import IMAGE, shape, tokenizer
 
-from softmoe.models import Embeddings, MoEConfig, TwoTower
+from softmoe.models import Embeddings, TwoTower
 from softmoe.train.config import ObjectiveSection
 from softmoe.train.contrastive import Contrastive, contrastive_loss, joined
 from softmoe.train.step import forward_backward
@@ -100,7 +101,7 @@ def towers(router: str = "soft", **changes) -> TwoTower:
     from dataclasses import replace
 
     torch.manual_seed(1)
-    moe = MoEConfig(router, num_experts=2, noise_std=0.0, gshard_weight=0.1)
+    moe = moe_of(router, num_experts=2, noise_std=0.0, gshard_weight=0.1)
     image = replace(IMAGE, moe=moe, dropout=changes.pop("dropout", 0.0))
     model = TwoTower(shape(image=image, scale_init=5.0, **changes)).double().train()
     with torch.no_grad():

@@ -44,7 +44,7 @@ def test_a_run_ends_with_the_same_weights(make_config, limit: int, more: dict[st
 
 def small() -> VisionTransformer:
     torch.manual_seed(0)
-    moe = MoEConfig(num_experts=2)
+    moe = MoEConfig.of(num_experts=2)
     return VisionTransformer(
         ViTConfig(image_size=8, patch_size=4, width=8, depth=2, mlp_dim=8, heads=2, num_classes=3, moe=moe)
     )

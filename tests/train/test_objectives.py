@@ -87,7 +87,7 @@ def test_losses_are_float32_under_autocast():
 
 def sparse_model() -> VisionTransformer:
     torch.manual_seed(0)
-    moe = MoEConfig("tokens_choice", num_experts=3, blocks=(0, 1), noise_std=0.0)
+    moe = MoEConfig.of("tokens_choice", num_experts=3, blocks=(0, 1), noise_std=0.0)
     config = ViTConfig(image_size=16, patch_size=4, width=8, depth=2, mlp_dim=8, heads=2, num_classes=3, moe=moe)
     return VisionTransformer(config)
 

@@ -22,7 +22,7 @@ def small(**changes) -> ViTConfig:
 
 def test_decay_of_a_soft_model():
     """Matrices 0.03, the head's 3.0, the router's scale its own, all else 0: behaviour of the paper's code."""
-    moe = MoEConfig("soft", num_experts=2, blocks=(0,))
+    moe = MoEConfig.of("soft", num_experts=2, blocks=(0,))
     found = decays(small(moe=moe, pool="attention", representation_size=4))
     block = "encoder.blocks.0"
     matrices = {
@@ -45,17 +45,17 @@ def test_decay_of_a_soft_model():
 
 def test_decay_of_a_sparse_model():
     """A sparse router's matrix and the dense MLPs are decayed; the class token is not."""
-    moe = MoEConfig("tokens_choice", num_experts=2, blocks=())
+    moe = MoEConfig.of("tokens_choice", num_experts=2, blocks=())
     found = decays(small(moe=moe, pool="class"))
     assert found["encoder.blocks.0.mlp.fc1.weight"] == found["encoder.blocks.0.mlp.fc2.weight"] == 0.03
     assert found["class_token"] == found["encoder.blocks.0.mlp.fc1.bias"] == 0.0
-    moe = MoEConfig("tokens_choice", num_experts=2, blocks=(0,))
+    moe = MoEConfig.of("tokens_choice", num_experts=2, blocks=(0,))
     assert decays(small(moe=moe))["encoder.blocks.0.mlp.router.weight"] == 0.03
 
 
 def test_every_parameter_is_trained_once():
     """The groups are a partition of the parameters."""
-    model = VisionTransformer(small(moe=MoEConfig(num_experts=2)))
+    model = VisionTransformer(small(moe=MoEConfig.of(num_experts=2)))
     names = [name for group in parameter_groups(model, DECAYS) for name in group["names"]]
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
 

@@ -21,7 +21,7 @@ SHAPE = ViTConfig(
     mlp_dim=8,
     heads=2,
     num_classes=3,
-    moe=MoEConfig(num_experts=2),
+    moe=MoEConfig.of(num_experts=2),
 )
 
 
@@ -93,7 +93,7 @@ def test_greedy_keeps_what_helps(tmp_path):
         ({"num_classes": 4}, "num_classes is 3 in .* and 4 in"),
         ({"image_size": 12}, r"image size is \(8, 8\) in .* and \(12, 12\)"),
         ({"activation": "gelu"}, "activation is gelu_tanh in .* and gelu in"),
-        ({"moe": MoEConfig(num_experts=4)}, "num_experts is 2 in .* and 4 in"),
+        ({"moe": MoEConfig.of(num_experts=4)}, "num_experts is 2 in .* and 4 in"),
         ({"moe": None}, "router is soft in .* and None in"),
     ],
 )

@@ -5,6 +5,8 @@ from typing import Literal
 import pytest
 
 from softmoe.models import MoEConfig, ViTConfig, model_config
+from softmoe.models.config import router_options
+from softmoe.moe import RouterConfig
 from softmoe.train import ModelSection, TrainConfig
 from softmoe.train.strict import flatten, from_dict, to_dict
 
@@ -63,18 +65,19 @@ def test_flatten():
 
 
 def test_model_section_has_every_model_setting():
-    """No field of ViTConfig or MoEConfig is missing from the command line."""
+    """No field of ViTConfig or MoEConfig is missing; `options` has those of the routers, by their own names."""
     ours = {f.name for f in fields(ModelSection)}
-    theirs = {f.name for f in (*fields(ViTConfig), *fields(MoEConfig))} - {"moe"}
+    theirs = {f.name for f in (*fields(ViTConfig), *fields(MoEConfig), *fields(RouterConfig))} - {"moe"}
     assert theirs <= ours
+    assert not ours & (router_options().keys() - {"num_experts"})
 
 
 def test_model_section_resolves():
     """Overrides go to the transformer and to the experts; the data give classes and size unless said otherwise."""
-    section = ModelSection("soft_s16_128e", width=96, heads=3, num_experts=8, scale_init=2.0)
+    section = ModelSection("soft_s16_128e", width=96, heads=3, num_experts=8, options={"scale_init": 2.0})
     base = model_config("soft_s16_128e", num_classes=10, image_size=64)
     assert base.moe is not None
-    expected = replace(base, width=96, heads=3, moe=replace(base.moe, num_experts=8, scale_init=2.0))
+    expected = replace(base, width=96, heads=3, moe=base.moe.change(num_experts=8, scale_init=2.0))
     assert section.resolve(10, 64) == expected
     assert ModelSection("vit_s16", num_classes=7, image_size=32).resolve(10, 64).num_classes == 7
 
@@ -83,9 +86,9 @@ def test_the_router_can_be_changed_or_taken_out():
     """`router` makes the twins of a recipe: other routing, or dense, where settings of experts do not matter."""
     section = ModelSection("soft_s16_128e", num_experts=8)
     sparse = replace(section, router="tokens_choice").resolve(10, 64)
-    assert sparse.moe == MoEConfig("tokens_choice", num_experts=8)
+    assert sparse.moe == MoEConfig.of("tokens_choice", num_experts=8)
     assert replace(section, router="dense").resolve(10, 64) == model_config("vit_s16", num_classes=10, image_size=64)
-    assert ModelSection("vit_s16", router="soft", num_experts=4).resolve(10, 64).moe == MoEConfig("soft", 4)
+    assert ModelSection("vit_s16", router="soft", num_experts=4).resolve(10, 64).moe == MoEConfig.of("soft", 4)
 
 
 def test_expert_settings_of_a_dense_name_are_an_error():

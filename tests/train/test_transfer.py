@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from convert.plain import PlainViT, timm_names
+from routers import moe_of
 from safetensors.torch import save_file
 
 from softmoe import save_pretrained
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
-from softmoe.models.config import ROUTERS
+from softmoe.moe import ROUTERS
 from softmoe.storage import from_pretrained, open_saved
 from softmoe.train import OptimSection, train
 from softmoe.train.optim import parameter_groups
@@ -24,7 +25,7 @@ SHAPE = ViTConfig(
     mlp_dim=16,
     heads=2,
     num_classes=7,
-    moe=MoEConfig(num_experts=3, slots_per_expert=2, blocks=(1,)),
+    moe=MoEConfig.of(num_experts=3, slots_per_expert=2, blocks=(1,)),
 )
 
 
@@ -40,7 +41,7 @@ def saved_model(folder: Path, shape: ViTConfig = SHAPE) -> VisionTransformer:
 @pytest.mark.parametrize("router", [None, *ROUTERS])
 def test_settings_resolve_to_the_model(router):
     """section_of(shape).resolve gives the shape back, for the data's classes and size."""
-    moe = router and MoEConfig(router, num_experts=3, top_k=2, blocks=(0,), normalize=False, expert_dropout=0.1)
+    moe = router and moe_of(router, num_experts=3, top_k=2, blocks=(0,), normalize=False, expert_dropout=0.1)
     shape = replace(SHAPE, moe=moe or None, pool="class", qk_norm=False, activation="gelu", representation_size=5)
     assert section_of(shape).resolve(11, (20, 24)) == replace(shape, num_classes=11, image_size=(20, 24))
 
@@ -72,7 +73,7 @@ def test_the_head_is_kept_on_request(tmp_path):
 def test_another_model_is_refused_by_name(tmp_path):
     """Every difference is told; nothing is copied."""
     saved_model(tmp_path / "old")
-    other = VisionTransformer(replace(SHAPE, activation="gelu", moe=MoEConfig(num_experts=4, blocks=(1,))))
+    other = VisionTransformer(replace(SHAPE, activation="gelu", moe=MoEConfig.of(num_experts=4, blocks=(1,))))
     words = "activation gelu_tanh and gelu; num_experts 3 and 4; slots_per_expert 2 and 1"
     with pytest.raises(ValueError, match=words):
         start_from(other, tmp_path / "old")

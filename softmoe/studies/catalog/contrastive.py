@@ -39,7 +39,7 @@ def towers(lab: Lab, router: str) -> TrainConfig:
     if lab.scale == "paper":
         config = contrastive.recipe()
         data = replace(config.data, train=lab.base.data.train)
-        return replace(config, data=data, model=replace(config.model, router=router))
+        return replace(config, data=data, model=config.model.change(router=router))
     return replace(lab.config(router), text=SMALL_TEXT, objective=ObjectiveSection(loss="sigmoid"))
 
 

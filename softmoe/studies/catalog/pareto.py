@@ -39,7 +39,7 @@ def printed_models(lab: Lab) -> Iterator[Cell]:
     for run in pareto_runs():
         name, arguments = pareto_arguments(run)
         del arguments["num_classes"]
-        config = replace(lab.base, model=ModelSection(name=name, **arguments))
+        config = replace(lab.base, model=ModelSection(name=name, options=arguments))
         yield from lab.over_seeds(config, router=ROUTING[run.routing], model=run.model, ref=run.ref)
 
 
