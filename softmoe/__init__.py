@@ -4,6 +4,7 @@ Names are loaded when first used, so that `import softmoe` and the command line 
 """
 
 from importlib import import_module
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
 from softmoe.machine import prepare_environment
@@ -29,7 +30,7 @@ _HOME = {
     "hub": "softmoe.storage",
     "save_pretrained": "softmoe.storage",
 }
-_ROOMS = ("budget", "convert", "data", "evaluate", "inference", "inspection", "models", "moe", "storage")
+_ROOMS = tuple(module.name for module in iter_modules(__path__) if module.ispkg)
 
 __all__ = ["SoftMoE", "cost", "create_model", "from_pretrained", "hub", "list_models", "save_pretrained", "upcycle"]
 

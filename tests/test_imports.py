@@ -144,6 +144,15 @@ def test_public_names_resolve():
     assert softmoe.__version__.count(".") == 2
 
 
+def test_every_room_is_reached_from_the_front():
+    """`import softmoe` is enough for softmoe.train, softmoe.parallel and every other folder, each loaded when named."""
+    rooms = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
+    assert {"moe", "models", "train", "parallel", "storage", "recipes", "cli"} <= set(rooms)
+    assert set(rooms) <= set(dir(softmoe))
+    code = "; ".join(f"softmoe.{room}.__name__" for room in rooms)
+    assert run(f"import softmoe; {code}; print('reached')") == "reached\n"
+
+
 @pytest.mark.parametrize("name", ["moe", "models"])
 def test_rooms_export_what_they_list(name):
     """A room's __all__ is sorted and real."""

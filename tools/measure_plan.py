@@ -28,7 +28,7 @@ MODEL = ViTConfig(
     mlp_dim=1536,
     heads=6,
     num_classes=100,
-    moe=MoEConfig("soft", num_experts=32, slots_per_expert=2),
+    moe=MoEConfig.of("soft", num_experts=32, slots_per_expert=2),
 )
 
 
