@@ -41,4 +41,5 @@ def parse_run(default: TrainConfig, argv: list[str], prog: str) -> tuple[TrainCo
     given = {name: value for name in types if (value := getattr(found.config.model, name)) != model.options.get(name)}
     own = {f.name: getattr(found.config.model, f.name) for f in fields(ModelSection) if f.name != "options"}
     values = {f.name: getattr(found.config, f.name) for f in fields(TrainConfig)}
-    return TrainConfig(**values | {"model": model.change(**own, **given)}), found.dry_run
+    values["model"] = model.change(**own, **given)
+    return TrainConfig(**values), found.dry_run
