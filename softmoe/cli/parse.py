@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import tyro
 
 from softmoe.models.config import router_options
-from softmoe.moe import ROUTERS
+from softmoe.moe.routing import ROUTERS
 from softmoe.train import ModelSection, TrainConfig
 
 

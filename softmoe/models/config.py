@@ -5,7 +5,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, get_type_hints
 
-from softmoe.moe import ROUTERS, Experts, MoE, RouterConfig
+from softmoe.moe import Experts, MoE, RouterConfig
+from softmoe.moe.routing import ROUTERS
 
 _FORMER = {  # what config.json said of every MoE when there was one list of options for all routers
     *("router", "num_experts", "slots_per_expert", "blocks", "expert_dropout", "identical_init", "normalize"),

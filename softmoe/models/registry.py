@@ -12,7 +12,7 @@ from typing import Any
 from softmoe.models.config import MoEConfig, ViTConfig, no_option, option_names
 from softmoe.models.variants import PAPER_MODELS, SIZES
 from softmoe.models.vit import VisionTransformer
-from softmoe.moe import ROUTERS
+from softmoe.moe.routing import ROUTERS
 
 _NAME = re.compile(
     r"(?P<router>[a-z_]+)_(?P<size>ti|[sblhgG])(?P<patch>\d+)(?:_(?P<experts>\d+)e(?:(?P<slots>\d+)p)?)?"

@@ -12,7 +12,7 @@ from softmoe.moe.fixed import (
     UniformSoftRouter,
 )
 from softmoe.moe.layer import MoE, SoftMoE
-from softmoe.moe.routing import ROUTERS, DenseRouting, Router, RouterConfig, Routing, SparseRouting
+from softmoe.moe.routing import DenseRouting, Router, RouterConfig, Routing, SparseRouting
 from softmoe.moe.soft import SoftConfig, SoftRouter
 from softmoe.moe.sparse import (
     ExpertsChoiceConfig,
@@ -23,7 +23,6 @@ from softmoe.moe.sparse import (
 )
 
 __all__ = [
-    "ROUTERS",
     "DenseRouting",
     "Experts",
     "ExpertsChoiceConfig",

@@ -40,6 +40,9 @@ def convert(hint: Any, value: Any, path: str) -> Any:
     elif origin is tuple:
         if isinstance(value, list | tuple):
             return _convert_tuple(get_args(hint), value, path)
+    elif origin is dict:
+        if isinstance(value, dict):
+            return dict(value)
     elif hint is types.NoneType:
         if value is None:
             return None

@@ -13,7 +13,7 @@ import softmoe
 from softmoe.budget import cost
 from softmoe.budget.elementwise import FORWARD, TRAIN, elementwise
 from softmoe.models import VisionTransformer, ViTConfig, create_model, model_config
-from softmoe.moe import ROUTERS
+from softmoe.moe.routing import ROUTERS
 
 BATCH = 2
 PAPER_PARAMS = {  # with the 29,593 classes of the paper

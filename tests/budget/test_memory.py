@@ -9,7 +9,7 @@ from routers import moe_of
 from softmoe.budget import cost, memory
 from softmoe.budget.memory import WAITING
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
-from softmoe.moe import ROUTERS
+from softmoe.moe.routing import ROUTERS
 
 BASE = ViTConfig(image_size=(64, 48), patch_size=8, width=64, depth=4, mlp_dim=256, heads=4, num_classes=11)
 CASES = {

@@ -15,7 +15,8 @@ from routers import moe_of
 from softmoe.convert import from_vmoe, to_vmoe
 from softmoe.convert.vmoe import read_npz
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig, create_model
-from softmoe.moe import ROUTERS, Experts, IdentityRouter, MoE, SoftMoE, SoftRouter
+from softmoe.moe import Experts, IdentityRouter, MoE, SoftMoE, SoftRouter
+from softmoe.moe.routing import ROUTERS
 
 TINY = ViTConfig(
     image_size=(8, 12), patch_size=4, width=16, depth=2, mlp_dim=24, heads=2, num_classes=5

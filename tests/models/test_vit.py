@@ -10,7 +10,8 @@ from torch import nn
 from softmoe import create_model
 from softmoe.models import VisionTransformer
 from softmoe.models.transformer import MLP
-from softmoe.moe import ROUTERS, Experts, MoE
+from softmoe.moe import Experts, MoE
+from softmoe.moe.routing import ROUTERS
 
 TINY = {"width": 16, "depth": 2, "mlp_dim": 32, "heads": 2, "num_classes": 5, "image_size": 48}
 

@@ -6,7 +6,8 @@ from dataclasses import FrozenInstanceError, fields
 import pytest
 import torch
 
-from softmoe.moe import ROUTERS, SoftMoE
+from softmoe.moe import SoftMoE
+from softmoe.moe.routing import ROUTERS
 
 
 @pytest.mark.parametrize("name", ROUTERS)

@@ -91,7 +91,7 @@ def test_places_without_enough_slots_are_left_out() -> None:
     assert experts_slots.place(lab, "soft", 64, 1) is None
     found = experts_slots.place(lab, "soft", 4, 4)
     assert found is not None
-    assert found.model.options == {"slots_per_expert": 16}
+    assert found.model.options["slots_per_expert"] == 16
     assert experts_slots.place(lab, "tokens_choice", 2, 4) is None
 
 

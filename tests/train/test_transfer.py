@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from softmoe import save_pretrained
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
-from softmoe.moe import ROUTERS
+from softmoe.moe.routing import ROUTERS
 from softmoe.storage import from_pretrained, open_saved
 from softmoe.train import OptimSection, train
 from softmoe.train.optim import parameter_groups
