@@ -1,4 +1,4 @@
-"""The training loop against the bare train step, data included; and how fast images are made and read."""
+"""Time the training loop against the bare train step, data included, and how fast images are made and read."""
 
 import io
 import tempfile
@@ -25,7 +25,7 @@ from softmoe.train.step import train_step
 
 
 def bench_loop(probes: Probes, *, seconds: float = 15.0, rounds: int = 41) -> Iterator[Row]:
-    """For each quickstart model: a step on ready batches, and one with the data being made beside it.
+    """Time for each quickstart model a step on ready batches, and one with the data being made beside it.
 
     The two take turns in one process, on the same model, the same batches and the same update.
     """
@@ -67,7 +67,7 @@ def step_times(config: TrainConfig, steps: int, rounds: int) -> tuple[Timing, Ti
 
 
 def bench_data(probes: Probes | None = None, *, seconds: float = 15.0) -> Iterator[Row]:
-    """An image on one core, in processor time: generated scenes, and JPEG photos of 500 x 375 to 224 pixels.
+    """Time an image on one core, in processor time: generated scenes, and JPEG photos of 500 x 375 to 224 pixels.
 
     No roofline: a decoder is bound by neither products nor memory."""
     for size in (32, 64):
@@ -88,7 +88,7 @@ def bench_data(probes: Probes | None = None, *, seconds: float = 15.0) -> Iterat
 
 
 def per_image(function: Callable[[], object], images: int, seconds: float) -> Timing:
-    """By the processor time of this process, at least three times."""
+    """Time a function by the processor time of this process, at least three times, and divide by its images."""
     function()
     taken: list[float] = []
     while len(taken) < 3 or sum(taken) * images < seconds:
@@ -99,7 +99,7 @@ def per_image(function: Callable[[], object], images: int, seconds: float) -> Ti
 
 
 def make_photos(folder: Path, count: int) -> list[bytes]:
-    """JPEGs with the size and the detail of photos: generated scenes, enlarged, with grain."""
+    """Write JPEGs with the size and the detail of photos: generated scenes, enlarged, with grain."""
     rng = np.random.default_rng(0)
     scenes = open_source("shapes?size=128", "val")
     (folder / "train" / "class").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Rows of timings as a table on the screen, as JSON, against those of another day, and as a picture."""
+"""Show rows of timings as a table on the screen, as JSON, against those of another day, and as a picture."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from softmoe.bench.timing import Timing
 
 
 def as_text(rows: Iterable[Row]) -> Iterator[str]:
-    """Lines, case by case; each time also as a multiple of the case's first row (above 1: slower than it)."""
+    """Format rows as lines, case by case; times also as multiples of the case's first row (above 1: slower)."""
     for (case, phase), group in groupby(rows, key=lambda row: (row.case, row.phase)):
         yield f"{case}, {phase}"
         first: Row | None = None
@@ -36,7 +36,7 @@ def save(rows: list[Row], roofline: Roofline, path: Path) -> None:
 
 
 def load(path: Path) -> tuple[dict[str, Any], list[Row]]:
-    """The machine and the rows of an earlier run."""
+    """Read the machine and the rows of an earlier run."""
     try:
         saved = json.loads(path.read_text())
         rows = [Row(**{**row, "timing": Timing(**row["timing"])}) for row in saved["rows"]]
@@ -46,7 +46,7 @@ def load(path: Path) -> tuple[dict[str, Any], list[Row]]:
 
 
 def differences(old: Iterable[Row], new: Iterable[Row]) -> Iterator[str]:
-    """A line for each row of both that moved beyond the noise, and how many did not."""
+    """Yield a line for each row of both that moved beyond the noise, and how many did not."""
     before = {(row.case, row.phase, row.name): row for row in old}
     still = fresh = 0
     for row in new:
@@ -66,13 +66,13 @@ def differences(old: Iterable[Row], new: Iterable[Row]) -> Iterator[str]:
 
 
 def moved(old: Timing, new: Timing) -> bool:
-    """Whether two medians differ by more than twice their joint spread, and by more than 3 %."""
+    """Say if two medians differ by more than twice their joint spread, and by more than 3 %."""
     noise = max(2 * math.hypot(old.spread, new.spread), 0.03)
     return abs(math.log(new.median / old.median)) > math.log1p(noise)
 
 
 def draw(rows: list[Row], title: str, path: Path) -> None:
-    """Curves over the number of experts where every case is one; else a bar for each row, cases apart."""
+    """Draw curves over the number of experts where every case is one; else a bar for each row, cases apart."""
     try:
         from matplotlib import pyplot
     except ImportError as error:

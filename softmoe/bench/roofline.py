@@ -116,7 +116,7 @@ def soft_layer(B: int, M: int, D: int, H: int, N: int, P: int) -> Work:
 
 
 def sparse_layer(B: int, M: int, D: int, H: int, N: int, capacity: int) -> Work:
-    """One image a group: the gate, and every slot through its expert."""
+    """Count a sparse layer, one image a group: the gate, and every slot through its expert."""
     return Work(B * (M * D * N + 2 * N * capacity * D * H), N * (2 * D * H + H + D) + D * N, 2 * B * M * D)
 
 

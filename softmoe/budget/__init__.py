@@ -1,4 +1,4 @@
-"""What a model costs, before anything runs: parameters, FLOPs and bytes by formula."""
+"""Compute what a model costs before anything runs: parameters, FLOPs and bytes by formula."""
 
 from softmoe.budget.count import Cost, Part, cost
 from softmoe.budget.memory import Memory, memory

@@ -1,4 +1,4 @@
-"""`cost`: parameters, multiply-accumulates and FLOPs of any model, per image, without building it."""
+"""Count parameters, multiply-accumulates and FLOPs of any model, per image, without building it."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
@@ -14,7 +14,7 @@ Convention = Literal["ours", "paper"]
 
 @dataclass(frozen=True)
 class Cost:
-    """Per image.
+    """The cost of a model, per image.
 
     params          all parameters
     macs            multiply-accumulates of the forward pass, in matrix products and convolutions
@@ -34,7 +34,7 @@ class Cost:
 
 
 def cost(model: VisionTransformer | ViTConfig | str, *, convention: Convention = "ours", **overrides: Any) -> Cost:
-    """What a model, its configuration or its name costs; `overrides` are those of `create_model`.
+    """Return what a model, its configuration or its name costs; `overrides` are those of `create_model`.
 
     Sparse routers of this package move rows by index. `convention="paper"` counts the one-hot products of the paper's
     dispatcher instead, which its tables include; nothing else changes. Where a routing group spans images, a row of

@@ -1,4 +1,4 @@
-"""FLOPs outside the matrix products, as XLA counts them: 1 per element and operation; exp, tanh and rsqrt are free.
+"""Count FLOPs outside the matrix products, as XLA does: 1 per element and operation; exp, tanh and rsqrt are free.
 
 The coefficients of attention, MLP, experts, Soft, Tokens Choice and Experts Choice were read off XLA's analysis of the
 reference code; whole models then agree with it to 0.002 % forward and 0.02 % in training (Tokens Choice 0.2 %). The
@@ -81,7 +81,7 @@ TRAIN = Terms(
 
 
 def elementwise(config: ViTConfig, terms: Terms, *, one_hot: bool = False) -> int:
-    """FLOPs per image of everything that is no matrix product, forward (FORWARD) or forward and backward (TRAIN)."""
+    """Return the FLOPs per image outside matrix products, forward (FORWARD) or forward and backward (TRAIN)."""
     c, t = config, terms
     M, D, A, H, L = c.tokens, c.width, c.heads, c.mlp_dim, c.depth
     tokens, head_rows = t.tokens, t.head_rows

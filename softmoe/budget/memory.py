@@ -1,4 +1,4 @@
-"""`memory`: an estimate of the bytes of training, before anything runs.
+"""Estimate the bytes of training before anything runs.
 
 Weights, gradients and optimizer state are exact. Activations are the tensors that autograd keeps for the backward pass,
 by formula: what eager PyTorch keeps on a CPU with its fused attention (ours, which large models have there, keeps a
@@ -44,7 +44,7 @@ def memory(
     in_backward: bool = False,
     gradient_checkpointing: bool = False,
 ) -> Memory:
-    """Estimated bytes to train a model on batches of `batch_size` images.
+    """Estimate the bytes to train a model on batches of `batch_size` images.
 
     4 bytes are float32, 2 are float16 or bfloat16. 4-byte weights with 2-byte activations is autocast, which also
     keeps a 2-byte copy of the weights. `state_bytes` is of one number of the optimizer's state (None: as the weights).
@@ -68,7 +68,7 @@ def memory(
 
 
 def largest_parameter(config: ViTConfig) -> int:
-    """Numbers in it: the stacked matrices of all experts, if there are any."""
+    """Count the numbers in the largest parameter: the stacked matrices of all experts, if there are any."""
     c, moe = config, routed(config)
     matrices = [3 * c.width**2, c.width * c.mlp_dim, 3 * c.width * c.patch_size**2, c.width * (c.num_classes or 0)]
     if moe is not None and moe.layers:
@@ -77,7 +77,7 @@ def largest_parameter(config: ViTConfig) -> int:
 
 
 def activation_memory(config: ViTConfig, batch_size: int, item: int, gradient_checkpointing: bool) -> int:
-    """Bytes kept from the forward pass for the backward pass; `item` is the size of one number."""
+    """Return the bytes kept from the forward pass for the backward pass; `item` is the size of one number."""
     c, T = config, batch_size * config.tokens
     moe = routed(c)
     layers = moe.layers if moe else 0
@@ -92,7 +92,7 @@ def activation_memory(config: ViTConfig, batch_size: int, item: int, gradient_ch
 
 
 def outside_bytes(config: ViTConfig, batch_size: int, item: int) -> int:
-    """Pixels, the last norm, pooling and head."""
+    """Return the bytes of what stands outside the blocks: pixels, the last norm, pooling and head."""
     c, T = config, batch_size * config.tokens
     height, width = c.image_shape
     kept = batch_size * 3 * height * width + T * (c.width + 2) + (T * c.width if c.dropout else 0)
@@ -102,7 +102,7 @@ def outside_bytes(config: ViTConfig, batch_size: int, item: int) -> int:
 
 
 def attention_bytes(config: ViTConfig, T: int, item: int) -> int:
-    """The two residual inputs and their norms; queries, keys, values; the fused attention's result."""
+    """Return the bytes of an attention: its residual inputs and norms; queries, keys, values; the fused result."""
     D, A = config.width, config.heads
     rows = 11 if config.attention_dropout else 10 if config.qk_norm else 8
     kept = T * (rows * D + (5 if config.qk_norm else 1) * A + 4)
@@ -114,13 +114,13 @@ def attention_bytes(config: ViTConfig, T: int, item: int) -> int:
 
 
 def mlp_bytes(config: ViTConfig, T: int, item: int) -> int:
-    """Before and after the GELU; with dropout its two masks."""
+    """Return the bytes of a dense MLP: before and after the GELU; with dropout its two masks."""
     masks = config.mlp_dim + config.width if config.dropout else 0
     return T * (2 * config.mlp_dim + masks) * item
 
 
 def moe_bytes(config: ViTConfig, batch_size: int, item: int) -> int:
-    """Routing weights or indices, the rows in and out of the experts, and the insides of the experts."""
+    """Return the bytes of an MoE layer: routing weights or indices, the experts' rows in and out, and their insides."""
     moe, M, D, H = routed(config), config.tokens, config.width, config.mlp_dim
     assert moe is not None
     assert config.moe is not None

@@ -1,4 +1,4 @@
-"""Parameters and multiply-accumulates of each part of a model, by closed formula (letters: see shapes.py)."""
+"""Count parameters and multiply-accumulates of each part of a model, by closed formula (letters: see shapes.py)."""
 
 from fractions import Fraction
 from functools import cache
@@ -18,7 +18,10 @@ class Part(NamedTuple):
 
 
 def parts(config: ViTConfig, *, one_hot: bool = False) -> dict[str, Part]:
-    """Name -> part. With `one_hot`, sparse routers pay for the two one-hot products of the paper's dispatcher."""
+    """Return each part by its name.
+
+    With `one_hot`, sparse routers pay for the two one-hot products of the paper's dispatcher.
+    """
     c = config
     M, D, H, L = c.tokens, c.width, c.mlp_dim, c.depth
     moe = routed(c)
@@ -40,7 +43,7 @@ def parts(config: ViTConfig, *, one_hot: bool = False) -> dict[str, Part]:
 
 
 def embedding(config: ViTConfig) -> Part:
-    """Patches, positions and the class token."""
+    """Count patches, positions and the class token."""
     D, pixels = config.width, 3 * config.patch_size**2
     params = (pixels + 1) * D
     params += config.tokens * D if config.positions == "learned" else 0
@@ -49,7 +52,7 @@ def embedding(config: ViTConfig) -> Part:
 
 
 def head(config: ViTConfig) -> Part:
-    """Pooling, the tanh layer if there is one, and the classifier."""
+    """Count pooling, the tanh layer if there is one, and the classifier."""
     M, D, H = config.tokens, config.width, config.mlp_dim
     params = macs = 0
     if config.pool == "attention":  # one learned query; an attention, a norm and an MLP
@@ -85,7 +88,7 @@ def _router_params(router: RouterConfig, width: int) -> int:
 
 
 def router_macs(config: ViTConfig, one_hot: bool) -> Fraction:
-    """Logits, dispatch and combine of one layer. Moving rows by index multiplies nothing."""
+    """Count logits, dispatch and combine of one layer. Moving rows by index multiplies nothing."""
     M, D, moe = config.tokens, config.width, routed(config)
     assert moe is not None
     if moe.router in SPARSE:

@@ -1,4 +1,4 @@
-"""A training run on many devices, before there are any: bytes per device, bytes on the wire, time of a step.
+"""Plan a training run on many devices before there are any: bytes per device, bytes on the wire, time of a step.
 
 Letters: W devices, E of them own the experts together, S keep the other weights together (softmoe.parallel has the
 picture); B images per device, N experts, D width.
@@ -46,7 +46,7 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh, as numbers."""
+    """A mesh of devices, as numbers."""
 
     devices: int
     expert: int = 1
@@ -54,7 +54,7 @@ class Layout:
 
     @property
     def pieces(self) -> int:
-        """In how many pieces each expert is cut."""
+        """The number of pieces each expert is cut into."""
         return max(1, self.shard // self.expert)
 
     @property
@@ -101,7 +101,7 @@ class Traffic:
 
 @cache
 def price(config: ViTConfig) -> Cost:
-    """Asked for many layouts of the same model."""
+    """Return the cost of a model, kept because many layouts of one model ask for it."""
     return cost(config)
 
 
@@ -119,7 +119,7 @@ class Plan:
 
     @cached_property
     def expert_params(self) -> int:
-        """Of all experts of all layers."""
+        """Parameters of all experts of all layers, where experts are shared out."""
         return price(self.config).parts["experts"].params if self.layout.expert > 1 else 0
 
     @cached_property
@@ -128,7 +128,7 @@ class Plan:
 
     @property
     def params(self) -> int:
-        """On one device."""
+        """Parameters on one device."""
         return self.other_params // self.layout.shard + self.expert_params // (self.layout.expert * self.layout.pieces)
 
     def memory(self) -> DeviceMemory:
@@ -147,8 +147,9 @@ class Plan:
         return DeviceMemory(weights, weights, moments, activations, buffers, weights + moments + buffers + changing)
 
     def buffers(self) -> int:
-        """What FSDP has gathered: all that is outside the blocks, as it arrives and as it is used; or that, and a block
-        as it arrives, as it is used and as a gradient. And the slots on their way, twice."""
+        """Return the bytes that FSDP has gathered: all that is outside the blocks, as it arrives and as it is used; or
+        that, and a block as it arrives, as it is used and as a gradient. And the slots on their way, twice.
+        """
         if self.layout.devices == 1:
             return 0
         block, outside = self._block_params(), self.other_params - self._all_blocks_params()
@@ -156,7 +157,7 @@ class Plan:
         return gathered * self.settings.weight_bytes + 2 * self.exchanged()
 
     def _block_params(self) -> int:
-        """Of the largest block, as far as it is gathered."""
+        """Count the parameters of the largest block, as far as it is gathered."""
         D, moe = self.config.width, routed(self.config)
         attention = attention_params(self.config) + 4 * D
         dense = attention + mlp_params(D, self.config.mlp_dim)
@@ -174,14 +175,14 @@ class Plan:
         return parts["attention"].params + parts["mlp"].params + parts["routing"].params + experts + norms
 
     def exchanged(self) -> int:
-        """Bytes of the slots of one layer."""
+        """Return the bytes of the slots of one layer that go to other devices."""
         moe = routed(self.config)
         if moe is None or self.layout.expert == 1:
             return 0
         return round(self.images * moe.rows) * self.config.width * self.settings.activation_bytes
 
-    def kept(self) -> tuple[tuple[int, int, int, int], ...]:
-        """Of the rest and of the experts: parameters that a rank uses, parts, copies, ranks that the parts span."""
+    def placements(self) -> tuple[tuple[int, int, int, int], ...]:
+        """Return, of the rest and of the experts, (parameters a rank uses, parts, copies, ranks the parts span)."""
         L = self.layout
         rest = (self.other_params, L.shard, L.devices // L.shard, L.shard)
         return rest, (self.expert_params // L.expert, L.pieces, L.copies, L.expert * L.pieces)
@@ -191,15 +192,18 @@ class Plan:
         layers = moe.layers if moe else 0
         passes = 6 if self.settings.checkpointing else 4  # there and back, forward and backward (and forward again)
         gather = reduce = 0
-        for params, cut, copies, _ in self.kept():
+        for params, cut, copies, _ in self.placements():
             gather += 2 * params * item if cut > 1 else 0  # for the forward and again for the backward pass
             reduce += params * item if cut > 1 else 0
             reduce += params // cut * item if copies > 1 else 0
         return Traffic(layers * passes * self.exchanged(), gather, reduce)
 
     def step_seconds(self, hardware: Hardware) -> dict[str, float]:
-        """By kind. Products at a share of the peak; the optimizer reads and writes its numbers once; all-to-alls hide
-        behind nothing; gathers and reductions hide behind the products where those are longer."""
+        """Return the seconds of a step by kind.
+
+        Products run at a share of the peak; the optimizer reads and writes its numbers once; all-to-alls hide behind
+        nothing; gathers and reductions hide behind the products where those are longer.
+        """
         h, L, t, whole = hardware, self.layout, self.traffic(), price(self.config)
         flops = whole.train_flops + (whole.forward_flops if self.settings.checkpointing else 0)
         products = self.images * flops / (h.share * h.flops)
@@ -207,7 +211,7 @@ class Plan:
         update = states * self.params * self.settings.weight_bytes / h.memory_rate
         exchange = t.all_to_all * (L.expert - 1) / L.expert / rate(h, L.expert)
         moved = 0.0
-        for params, cut, copies, span in self.kept():
+        for params, cut, copies, span in self.placements():
             size = params * self.settings.weight_bytes
             moved += 3 * size * (cut - 1) / cut / rate(h, span)  # gathered twice, scattered once
             moved += 2 * size / cut * (copies - 1) / copies / rate(h, L.devices)
@@ -218,17 +222,17 @@ class Plan:
         return max(kinds["products"], kinds["other links"]) + kinds["exchange"] + kinds["update"]
 
     def efficiency(self, hardware: Hardware) -> float:
-        """Time of the products alone over that of the whole step."""
+        """Return the time of the products alone over that of the whole step."""
         return self.step_seconds(hardware)["products"] / self.seconds(hardware)
 
 
 def rate(hardware: Hardware, ranks: int) -> float:
-    """Bytes per second among so many consecutive devices: of the node's links while they are in one node."""
+    """Return the bytes per second among so many consecutive devices: of the node's links while they are in one node."""
     return hardware.inside if ranks <= hardware.node else hardware.between
 
 
 def layouts(config: ViTConfig, devices: int) -> list[Layout]:
-    """Every mesh on which softmoe.parallel can put the model."""
+    """List every mesh on which softmoe.parallel can put the model."""
     moe, D, H = routed(config), config.width, config.mlp_dim
     found = []
     for expert in divisors(devices):
@@ -243,7 +247,7 @@ def layouts(config: ViTConfig, devices: int) -> list[Layout]:
 
 
 def plans(config: ViTConfig, devices: int, settings: Settings) -> list[Plan]:
-    """All layouts, without and with checkpointing of activations."""
+    """List all layouts, without and with checkpointing of activations."""
     config = checked(config)
     if devices < 1:
         raise ValueError(f"devices must be at least 1, got {devices}")
@@ -257,7 +261,7 @@ def plans(config: ViTConfig, devices: int, settings: Settings) -> list[Plan]:
 
 
 def best_plan(candidates: list[Plan], hardware: Hardware) -> Plan | None:
-    """The fastest that fits; of equally fast ones the smallest."""
+    """Return the fastest plan that fits; of equally fast ones the smallest."""
     fitting = [plan for plan in candidates if plan.memory().peak <= hardware.memory]
     return min(fitting, key=lambda plan: (plan.seconds(hardware), plan.memory().peak), default=None)
 

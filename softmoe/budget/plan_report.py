@@ -1,10 +1,10 @@
-"""The planner's answer as plain text and as JSON-ready values."""
+"""Show the planner's answer as plain text and as JSON-ready values."""
 
 from dataclasses import asdict
 from typing import Any
 
 from softmoe.budget.plan import Hardware, Plan, best_plan
-from softmoe.budget.report import table, wrap
+from softmoe.budget.report import aligned_columns, wrap
 
 SHOWN = 8
 
@@ -27,7 +27,7 @@ def plan_report(name: str, candidates: list[Plan], hardware: Hardware, most: int
     else:
         lines += [*best_lines(best, hardware), "", f"Layouts that fit: {len(fitting)} of {len(candidates)}"]
         rows = sorted(fitting, key=lambda plan: plan.seconds(hardware))[:SHOWN]
-        lines += table(
+        lines += aligned_columns(
             ["expert", "shard", "recompute", "GB", "ms", "images/s"],
             [
                 [
@@ -52,11 +52,13 @@ def best_lines(plan: Plan, hardware: Hardware) -> list[str]:
     return [
         f"Best: {settings_text(plan)}",
         "",
-        *table(["per device", "GB"], [[kind, gigabytes(size)] for kind, size in asdict(need).items()]),
+        *aligned_columns(["per device", "GB"], [[kind, gigabytes(size)] for kind, size in asdict(need).items()]),
         "",
-        *table(["sent per step and device", "MB"], [[k, f"{v / 1e6:,.1f}"] for k, v in asdict(traffic).items()]),
+        *aligned_columns(
+            ["sent per step and device", "MB"], [[k, f"{v / 1e6:,.1f}"] for k, v in asdict(traffic).items()]
+        ),
         "",
-        *table(["step", "ms"], [[kind, f"{seconds * 1e3:.1f}"] for kind, seconds in times.items()]),
+        *aligned_columns(["step", "ms"], [[kind, f"{seconds * 1e3:.1f}"] for kind, seconds in times.items()]),
         f"together {plan.seconds(hardware) * 1e3:.1f} ms, of which products are {plan.efficiency(hardware):.0%}; "
         f"{speed:,.0f} images/s",
     ]

@@ -1,4 +1,4 @@
-"""Costs as plain text and as JSON-ready values: the same in a terminal, a pipe and a file, at most 100 columns wide."""
+"""Show costs as plain text, at most 100 columns wide, and as JSON-ready values."""
 
 import textwrap
 from dataclasses import asdict
@@ -21,7 +21,7 @@ WIDTH = 98
 
 
 def models_report(models: dict[str, ViTConfig], convention: Convention = "ours") -> str:
-    """Totals of each model, then its parameters and multiply-accumulates by part."""
+    """Show the totals of each model, then its parameters and multiply-accumulates by part."""
     costs = {name: cost(config, convention=convention) for name, config in models.items()}
     first = next(iter(models.values()))
     height, width = first.image_shape
@@ -40,7 +40,7 @@ def models_report(models: dict[str, ViTConfig], convention: Convention = "ours")
         f"Per image of {height} x {width} pixels, {classes}. FLOPs include elementwise operations;",
         "train is forward and backward, without the optimizer.",
         "",
-        *table(["model", "parameters", "GMAC", "GFLOP forward", "GFLOP train"], totals),
+        *aligned_columns(["model", "parameters", "GMAC", "GFLOP forward", "GFLOP train"], totals),
         "",
         *parts_table("parameters", costs, "params"),
         "",
@@ -63,11 +63,11 @@ def parts_table(title: str, costs: dict[str, Cost], what: str) -> list[str]:
         [name, *(show(value) if (value := getattr(part, what)) else "-" for part in c.parts.values())]
         for name, c in costs.items()
     ]
-    return table([title, *names], rows)
+    return aligned_columns([title, *names], rows)
 
 
 def paper_report() -> str:
-    """The paper's cost columns beside ours: the long runs, all 107 models of the Pareto table, and the misfits."""
+    """Show the paper's cost columns beside ours: the long runs, all 107 models of the Pareto table, and the misfits."""
     long, pareto = compare_long_runs(), compare_pareto_runs()
     errors = [
         *(["long runs", *line] for line in summary_rows(summary(long))),
@@ -77,14 +77,14 @@ def paper_report() -> str:
     lines = [
         "Long runs (batches of 4,096 images of 224 x 224 pixels, 29,593 classes)",
         "",
-        *table(
+        *aligned_columns(
             ["model", "steps", "params", "ours", "GFLOP/img", "ours", "error", "exaFLOP", "ours", "error"],
             [long_row(row) for row in long],
         ),
         "",
         "Pareto table (300,000 steps; a number in brackets is a misfit, see below)",
         "",
-        *table(
+        *aligned_columns(
             ["ref", "model", "routing", "experts", "group", "K", "C", "exaFLOP", "ours", "error", ""],
             [pareto_row(row) for row in pareto],
             left=(1, 2, 10),
@@ -92,7 +92,7 @@ def paper_report() -> str:
         "",
         "Errors of the exaFLOP column, (ours - paper) / paper",
         "",
-        *table(["table", "routing", "rows", "median |error|", "largest |error|"], errors, left=(0, 1)),
+        *aligned_columns(["table", "routing", "rows", "median |error|", "largest |error|"], errors, left=(0, 1)),
         "",
         "Misfits",
     ]
@@ -140,7 +140,7 @@ def summary_rows(errors: dict[str, tuple[int, float, float]]) -> list[list[str]]
 
 
 def paper_values() -> dict[str, Any]:
-    """What `paper_report` says, as values."""
+    """Return as values what `paper_report` says."""
 
     def values(row: Comparison) -> dict[str, Any]:
         ours = {"params": row.params, "gflop": row.gflop, "exaflop": row.exaflop}
@@ -154,8 +154,8 @@ def paper_values() -> dict[str, Any]:
     }
 
 
-def table(header: list[str], rows: list[list[str]], left: tuple[int, ...] = (0,)) -> list[str]:
-    """Lines with aligned columns; the columns in `left` hold words, the others numbers."""
+def aligned_columns(header: list[str], rows: list[list[str]], left: tuple[int, ...] = (0,)) -> list[str]:
+    """Format a table as lines with aligned columns; the columns in `left` hold words, the others numbers."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
 
     def line(cells: list[str]) -> str:
@@ -169,7 +169,7 @@ def table(header: list[str], rows: list[list[str]], left: tuple[int, ...] = (0,)
 
 
 def short(number: int) -> str:
-    """933709471 -> "933.7M"."""
+    """Shorten 933709471 to "933.7M"."""
     for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if number >= size:
             return f"{number / size:.2f}{letter}" if letter == "B" else f"{number / size:.1f}{letter}"

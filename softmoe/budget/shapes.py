@@ -1,4 +1,4 @@
-"""The numbers behind a configuration that all formulas share.
+"""Derive from a configuration the numbers that all formulas share.
 
 Letters: M tokens of an image (a class token included), D width, A heads, H hidden width, L blocks; per MoE layer
 N experts, S rows that they process per image, all experts together.
@@ -58,7 +58,7 @@ def checked(config: ViTConfig) -> ViTConfig:
 
 
 def routed(config: ViTConfig) -> Routed | None:
-    """The MoE layers of a model, or None for a dense one."""
+    """Return the MoE layers of a model, or None for a dense one."""
     moe, layers = config.moe, len(config.moe_blocks)
     if moe is None or not layers:
         return None
@@ -86,13 +86,13 @@ def counted_as(router: RouterConfig) -> str:
 
 
 def sparse_capacity(moe: MoEConfig, group_size: int) -> int:
-    """Asked of the router itself, so that there is one rule."""
+    """Ask the router itself for its capacity, so that there is one rule."""
     router = small_router(moe)
     assert isinstance(router, SparseRouter)
     return router.capacity(group_size, vars(moe.router).get("top_k", 1))
 
 
 def small_router(moe: MoEConfig) -> Router:
-    """The router for tokens of width 1; the caller's random state stays as it is."""
+    """Build the router for tokens of width 1; the caller's random state stays as it is."""
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         return moe.router.build(1)

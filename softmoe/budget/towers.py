@@ -1,4 +1,4 @@
-"""What two towers cost, from the formulas for one."""
+"""Compute what two towers cost from the formulas for one."""
 
 from softmoe.budget.count import Cost, cost
 from softmoe.budget.parts import Part
@@ -7,7 +7,10 @@ from softmoe.models.two_tower import features_dim
 
 
 def text_cost(config: TextConfig, out_dim: int) -> Cost:
-    """Per text of full length. It is an image tower of as many tokens, whose embedding is looked up, not multiplied."""
+    """Return the cost per text of full length.
+
+    It is an image tower of as many tokens, whose embedding is looked up, not multiplied.
+    """
     D, M = config.width, config.length
     twin = ViTConfig(
         image_size=(1, M),
@@ -37,8 +40,11 @@ def text_cost(config: TextConfig, out_dim: int) -> Cost:
 
 
 def training_flops(shape: ViTConfig | TwoTowerConfig, *, locked: bool = False, cached: bool = False) -> int:
-    """Per image, and of two towers its text. A locked image tower has no backward pass; a cached one does not run. The
-    loss itself, a product of the batch with itself, is left out."""
+    """Return the FLOPs per image, and of two towers its text.
+
+    A locked image tower has no backward pass; a cached one does not run. The loss itself, a product of the batch with
+    itself, is left out.
+    """
     if isinstance(shape, ViTConfig):
         return cost(shape).train_flops
     image, width = cost(shape.image), features_dim(shape)

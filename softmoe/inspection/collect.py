@@ -1,4 +1,4 @@
-"""A model and images -> what inspection knows of it: statistics of every layer, and a few images in full."""
+"""Turn a model and images into what inspection knows of it: statistics of every layer, and a few images in full."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ class Inspection:
     about: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: everything but the samples' weights."""
+        """Return for JSON everything but the samples' weights."""
         return {"name": self.name, **self.about, "images": self.images, "layers": self.layers}
 
 

@@ -1,4 +1,4 @@
-"""How alike the slots' parameters are (the paper's Appendix J). Nothing here needs data.
+"""Measure how alike the slots' parameters are (the paper's Appendix J). Nothing here needs data.
 
 Letters: D width, N experts, P slots per expert, S = N*P slots in the order of their experts.
 """
@@ -15,7 +15,7 @@ BLOCK = 1024
 
 
 def slot_correlation(router: SoftRouter, first: int | None = None) -> Tensor:
-    """(S, S) inner products of the normalized slot parameters, ordered by expert; of the `first` slots if given."""
+    """Return the (S, S) inner products of normalized slot parameters, ordered by expert; of `first` slots if given."""
     phi_DS = router.phi.detach().flatten(1).double()[:, :first]
     unit_DS = torch.nn.functional.normalize(phi_DS, dim=0)
     return unit_DS.T @ unit_DS
@@ -23,7 +23,7 @@ def slot_correlation(router: SoftRouter, first: int | None = None) -> Tensor:
 
 @torch.no_grad()
 def correlation_summary(router: Router) -> dict[str, Any] | None:
-    """Means of the inner products within and between experts, and how many slots have a double in another expert.
+    """Return means of the inner products within and between experts, and the share of slots with a double elsewhere.
 
     Computed in blocks of rows, so thousands of slots need no matrix of all pairs. None for routers without slots.
     """

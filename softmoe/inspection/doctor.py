@@ -36,7 +36,7 @@ _LINES = 8
 
 @dataclass(frozen=True)
 class Verdict:
-    """`wrong` is None where the check could not be made; `figure` then says why."""
+    """The outcome of a check. `wrong` is None where the check could not be made; `figure` then says why."""
 
     check: str
     wrong: bool | None
@@ -123,7 +123,7 @@ def examine_layers(layers: Layers) -> list[Verdict]:
 
 
 def examine_parameters(correlations: Layers, experts: int, tokens: int) -> list[Verdict]:
-    """What the weights alone tell. `correlations` are those of the layers with slots."""
+    """Judge what the weights alone tell. `correlations` are those of the layers with slots."""
     found = judge(
         "duplicate slots",
         {n: c["duplicates"] for n, c in correlations.items()},
@@ -166,7 +166,7 @@ def examine_parameters(correlations: Layers, experts: int, tokens: int) -> list[
 
 
 def examine_machine(precision: str, device: str) -> Verdict:
-    """Does this CPU die of bfloat16?"""
+    """Judge if this CPU dies of bfloat16."""
     works = bfloat16_works()
     cap = safe_instruction_set()
     figure = f"precision {precision}; bfloat16 products {'work' if works else 'crash'} on this CPU"
@@ -198,7 +198,8 @@ def judge(
     form: str = ".3f",
     all_layers: bool = False,
 ) -> list[Verdict]:
-    """Wrong if the worst layer is above (or below) the limit; with `all_layers` only if the best one is, too.
+    """Judge a figure of all layers: wrong if the worst layer is above (or below) the limit; with `all_layers` only if
+    the best one is, too.
 
     Empty where no layer is of the kind that `values` is about.
     """

@@ -1,4 +1,4 @@
-"""From a model and a source of images to figures, inspect.json and a page."""
+"""Go from a model and a source of images to figures, inspect.json and a page."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +33,10 @@ def inspect_source(
     about: dict[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Inspection:
-    """Statistics over all of the source, and `images` of it, evenly chosen, in full. `classes` name the outputs."""
+    """Take statistics over all of the source, and `images` of it, evenly chosen, in full.
+
+    `classes` name the outputs.
+    """
     if images < 0:
         raise ValueError(f"the number of images to show must not be negative, got {images}")
 
@@ -53,7 +56,7 @@ def inspect_source(
 def take_samples(
     model: VisionTransformer, source: Source, transform: Transform, count: int, classes: Sequence[str] = ()
 ) -> list[Sample]:
-    """Images spread over the source, as the model sees them; unreadable ones are left out."""
+    """Take images spread over the source, as the model sees them; unreadable ones are left out."""
     samples = []
     patch = model.config.patch_size
     for index in evenly(len(source), count):
@@ -81,7 +84,7 @@ def caption(example: Example, source: Source, index: int) -> str:
 
 
 def prediction(model: VisionTransformer, image: Tensor, classes: Sequence[str]) -> str:
-    """What the model takes the image for, if it has a head and its outputs have names."""
+    """Say what the model takes the image for, if it has a head and its outputs have names."""
     if not classes or model.config.num_classes is None:
         return ""
     probability, best = model(image.to(next(model.parameters()).device)).softmax(1).max(1)
@@ -89,7 +92,7 @@ def prediction(model: VisionTransformer, image: Tensor, classes: Sequence[str]) 
 
 
 def write_inspection(models: Sequence[Inspection], folder: Path, *, title: str, about: dict[str, Any]) -> list[Path]:
-    """inspect.json, figures/*.png and *.svg, and inspect.html. Without matplotlib the page has no figures."""
+    """Write inspect.json, figures/*.png and *.svg, and inspect.html. Without matplotlib the page has no figures."""
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / "inspect.json"
     content = {
@@ -111,7 +114,7 @@ def write_inspection(models: Sequence[Inspection], folder: Path, *, title: str, 
 
 
 def rounded(value: Any) -> Any:
-    """Seven digits are more than anyone reads, and half the file."""
+    """Round to seven digits: more than anyone reads, and half the file."""
     if isinstance(value, float):
         return float(f"{value:.7g}")
     if isinstance(value, dict):

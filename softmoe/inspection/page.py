@@ -23,7 +23,7 @@ from PIL import Image
 
 from softmoe import __version__
 from softmoe.inspection.collect import Inspection
-from softmoe.inspection.samples import FINEST, Sample, Steps, Table, Weights
+from softmoe.inspection.samples import FINEST, Sample, Steps, Weights, WeightTable
 
 PAGE = 4_700_000  # bytes for weights, pictures and figures; weights are as fine as fits, so a page stays below 5 MB
 LEVELS = (FINEST, 127, 63, 31, 15)
@@ -142,7 +142,7 @@ def pack_weights(weights: Weights) -> dict[str, Any]:
     }
 
 
-def pack_table(table: Table) -> dict[str, Any]:
+def pack_table(table: WeightTable) -> dict[str, Any]:
     """Pack the codes: tokens and slots (soft only, two bytes each), then the rest; deflated, in base64."""
     parts: dict[str, Steps] = {"rest": table.rest_MS}
     raw = b""

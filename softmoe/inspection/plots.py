@@ -1,4 +1,4 @@
-"""The paper's figures of a model's inside (sections I, J and the appendices), as PNG and SVG.
+"""Draw the paper's figures of a model's inside (sections I, J and the appendices), as PNG and SVG.
 
 Needs matplotlib, the extra `plots`. Each function takes one Inspection and returns a figure, or None where the model
 has nothing of that kind.
@@ -38,7 +38,7 @@ def available() -> bool:
 
 
 def write_figures(model: Inspection, folder: Path) -> list[Drawn]:
-    """Every figure that fits the model, as NAME.png and NAME.svg."""
+    """Write every figure that fits the model, as NAME.png and NAME.svg."""
     plt = pyplot()
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
@@ -57,7 +57,7 @@ def write_figures(model: Inspection, folder: Path) -> list[Drawn]:
 
 
 def token_and_expert_shares(model: Inspection) -> Any | None:
-    """The paper's three panels: what tokens give, what experts give, how many tokens a slot takes."""
+    """Draw the paper's three panels: what tokens give, what experts give, how many tokens a slot takes."""
     layers = of_kind(model, "dense")
     if not layers:
         return None
@@ -129,7 +129,7 @@ def correlation(model: Inspection) -> Any | None:
 
 
 def slot_images(model: Inspection) -> Any | None:
-    """The first sample, shaded by the most different slots of each layer."""
+    """Draw the first sample, shaded by the most different slots of each layer."""
     if not model.samples:
         return None
     sample = model.samples[0]
@@ -151,7 +151,7 @@ def slot_images(model: Inspection) -> Any | None:
 
 
 def shaded(pixels: np.ndarray, weights_M: np.ndarray, grid_shape: tuple[int, int]) -> np.ndarray:
-    """Patches darkened the more, the less they weigh; the heaviest keeps its brightness."""
+    """Darken patches the more, the less they weigh; the heaviest keeps its brightness."""
     rows, columns = grid_shape
     patches = weights_M[len(weights_M) - rows * columns :].reshape(rows, columns)
     share = patches / max(patches.max(), 1e-300)
@@ -242,7 +242,7 @@ def of_kind(model: Inspection, kind: str) -> dict[str, dict[str, Any]]:
 
 
 def grid(count: int, width: float, height: float) -> tuple[Any, list[Any]]:
-    """Axes for `count` layers, up to six in a row; spare ones are hidden."""
+    """Make axes for `count` layers, up to six in a row; spare ones are hidden."""
     columns = min(count, 6)
     rows = -(-count // columns)
     figure, axes = pyplot().subplots(

@@ -1,4 +1,4 @@
-"""A few images in full: every slot's weights at every patch, small enough to put into a page.
+"""Keep a few images in full: every slot's weights at every patch, small enough to put into a page.
 
 Letters: B images, M tokens, N experts, S slots.
 
@@ -44,7 +44,7 @@ class Steps:
         return self.low + self.step * self.codes.astype(np.float64)
 
     def coarser(self, levels: int) -> "Steps":
-        """In fewer steps; the ends stay where they are."""
+        """Return the numbers in fewer steps; the ends stay where they are."""
         if levels >= self.levels:
             return self
         codes = np.rint(self.codes * (levels / self.levels)).astype(self.codes.dtype)
@@ -52,7 +52,7 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Table:
+class WeightTable:
     """One kind of weights, or both, of one image in one layer. `soft` tables hold logits, others the weights."""
 
     rest_MS: Steps
@@ -70,7 +70,7 @@ class Table:
         rest_MS = self.rest_MS.values()
         return softmax(self.slot_S.values()[None, :] + rest_MS, 1) if self.soft and self.slot_S else rest_MS
 
-    def coarser(self, levels: int) -> "Table":
+    def coarser(self, levels: int) -> "WeightTable":
         return replace(self, rest_MS=self.rest_MS.coarser(levels))
 
 
@@ -78,8 +78,8 @@ class Table:
 class Weights:
     """Dispatch and combine weights of one image in one layer; `combine` is None where one table serves both."""
 
-    dispatch: Table
-    combine: Table | None = None
+    dispatch: WeightTable
+    combine: WeightTable | None = None
 
     def dispatch_MS(self) -> np.ndarray:
         return self.dispatch.dispatch()
@@ -107,7 +107,7 @@ class Sample:
 
 @torch.inference_mode()
 def take_weights(model: nn.Module, images: torch.Tensor) -> list[dict[str, Weights]]:
-    """For each image {layer: its weights}, images one at a time: memory is that of one."""
+    """Return {layer: its weights} for each image, images one at a time: memory is that of one."""
     device = next(model.parameters()).device
     found = []
     for image in images.to(device).split(1):
@@ -118,10 +118,12 @@ def take_weights(model: nn.Module, images: torch.Tensor) -> list[dict[str, Weigh
 
 
 def compress(routing: Routing) -> Weights:
-    """The weights of a routing of one image."""
+    """Return the weights of a routing of one image."""
     dispatch_MS, combine_MS = dense_weights(routing)
     if isinstance(routing, SparseRouting):
-        return Weights(Table(Steps.of(dispatch_MS, FINEST), False), Table(Steps.of(combine_MS, FINEST), False))
+        return Weights(
+            WeightTable(Steps.of(dispatch_MS, FINEST), False), WeightTable(Steps.of(combine_MS, FINEST), False)
+        )
     log_MS = np.log(np.maximum(dispatch_MS, 1e-37))
     log_combine_MS = np.log(np.maximum(combine_MS, 1e-37))
     shared_S = log_combine_MS[0] - log_MS[0]  # the same for all tokens, up to a constant, if both are of one logit
@@ -130,11 +132,11 @@ def compress(routing: Routing) -> Weights:
     return Weights(dispatch, None if one_table else logit_table(log_combine_MS))
 
 
-def logit_table(logits_MS: np.ndarray, more_S: np.ndarray | None = None) -> Table:
+def logit_table(logits_MS: np.ndarray, more_S: np.ndarray | None = None) -> WeightTable:
     token_M = logits_MS.mean(1)
     slot_S = (logits_MS - token_M[:, None]).mean(0)
     rest_MS = logits_MS - token_M[:, None] - slot_S
-    return Table(
+    return WeightTable(
         Steps.of(rest_MS, FINEST),
         True,
         Steps.of(token_M, 2**16 - 1),
@@ -143,7 +145,7 @@ def logit_table(logits_MS: np.ndarray, more_S: np.ndarray | None = None) -> Tabl
 
 
 def dense_weights(routing: Routing) -> tuple[np.ndarray, np.ndarray]:
-    """Dispatch and combine weights (M, S) of one image; of sparse routers (M, N): which experts hold a token."""
+    """Return dispatch and combine weights (M, S) of one image; of sparse routers (M, N): which experts hold a token."""
     if isinstance(routing, DenseRouting):
         weights = (routing.dispatch_weights[0], routing.combine_weights[0])
         return tuple(w.flatten(1).double().cpu().numpy() for w in weights)  # pyright: ignore[reportReturnType]
@@ -158,7 +160,9 @@ def dense_weights(routing: Routing) -> tuple[np.ndarray, np.ndarray]:
 
 
 def different_slots(weights_MS: np.ndarray, count: int) -> list[int]:
-    """So many slots whose weights differ most: first the sharpest, then always the one farthest from those chosen."""
+    """Choose so many slots whose weights differ most: first the sharpest, then always the one farthest from those
+    chosen.
+    """
     rows_SM = weights_MS.T / np.maximum(np.linalg.norm(weights_MS.T, axis=1, keepdims=True), 1e-300)
     chosen = [int(weights_MS.max(0).argmax())]
     distance_S = np.full(len(rows_SM), np.inf)
@@ -175,5 +179,5 @@ def softmax(logits: np.ndarray, axis: int) -> np.ndarray:
 
 
 def evenly(total: int, count: int) -> Sequence[int]:
-    """So many indices spread over 0..total-1: sources are often sorted by class."""
+    """Choose so many indices spread over 0..total-1: sources are often sorted by class."""
     return np.unique(np.linspace(0, total - 1, min(total, count)).round().astype(int)).tolist()

@@ -1,4 +1,4 @@
-"""What the paper looks at inside a model, summed up batch by batch in bounded memory.
+"""Sum up what the paper looks at inside a model, batch by batch in bounded memory.
 
 Letters: B images, M tokens, N experts, P slots per expert, S = N*P slots, R rows (slots or tokens of some images).
 
@@ -27,7 +27,7 @@ class LayerStatistics(Protocol):
 
 
 def layer_statistics(router: Router, routing: Routing) -> LayerStatistics:
-    """The statistics that fit this kind of routing; its first routing tells the shapes."""
+    """Return the statistics that fit this kind of routing; its first routing tells the shapes."""
     if isinstance(routing, DenseRouting):
         _, M, N, P = routing.dispatch_weights.shape
         return DenseStatistics(M, N, P)
@@ -252,20 +252,20 @@ class Sharpness:
 
 
 def falling_sums(weights_RM: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Cumulative sums of each row's weights in falling order, ending at 1; and each row's largest weight."""
+    """Return cumulative sums of each row's weights in falling order, ending at 1; and each row's largest weight."""
     falling_RM = -np.sort(-weights_RM, axis=1)
     sums_RM = np.cumsum(falling_RM, axis=1, dtype=np.float64)
     return sums_RM / np.maximum(sums_RM[:, -1:], 1e-300), falling_RM[:, 0]
 
 
 def entropy(weights_RM: np.ndarray) -> np.ndarray:
-    """(R,) in nats; weights of zero add nothing."""
+    """Return the entropy of each row (R,) in nats; weights of zero add nothing."""
     weights = weights_RM.astype(np.float64)
     return -(weights * np.log(np.maximum(weights, 1e-300))).sum(1)
 
 
 def whole_quantile(counts: np.ndarray, q: float) -> int:
-    """The smallest number below or at which a share q lies, from how often each whole number occurred."""
+    """Return the smallest number below or at which a share q lies, from how often each whole number occurred."""
     below = np.cumsum(counts)
     return int(np.searchsorted(below, q * below[-1] - 1e-9))
 

@@ -1,4 +1,4 @@
-"""Distributions of numbers that pass by once: fixed histograms, so that memory does not grow with the data.
+"""Keep distributions of numbers that pass by once: fixed histograms, so that memory does not grow with the data.
 
 Letters: R rows (slots or tokens of some images), K ranks.
 """
@@ -36,7 +36,9 @@ class Histogram:
         return np.linspace(self.low, self.high, self.bins + 1)
 
     def cumulative(self) -> np.ndarray:
-        """(bins,) share of the numbers up to the upper edge of each bin; exact for numbers inside low..high."""
+        """Return (bins,), the share of the numbers up to the upper edge of each bin; exact for numbers inside
+        low..high.
+        """
         return np.cumsum(self.counts) / max(self.total, 1)
 
 
@@ -55,7 +57,7 @@ class CurveBands:
         self.rows = 0
 
     def add(self, cumulative_RM: np.ndarray) -> None:
-        """Rows of cumulative sums over weights in falling order, one column per rank from 1 on."""
+        """Add rows of cumulative sums over weights in falling order, one column per rank from 1 on."""
         values_RK = cumulative_RM[:, self.ranks - 1]
         offset_K = np.arange(len(self.ranks)) * self.bins
         flat = (bin_of(values_RK, 0.0, 1.0, self.bins) + offset_K).ravel()
@@ -68,7 +70,7 @@ class CurveBands:
         return self.sum_K / max(self.rows, 1)
 
     def quantile(self, q: float) -> np.ndarray:
-        """(K,) the value below which a share q of the rows lies, at each rank."""
+        """Return (K,), the value below which a share q of the rows lies, at each rank."""
         below_KB = np.cumsum(self.counts_KB, axis=1)
         wanted = q * self.rows
         bin_K = np.minimum((below_KB < wanted).sum(1), self.bins - 1)
@@ -78,16 +80,16 @@ class CurveBands:
         return (bin_K + np.clip((wanted - before_K) / np.maximum(inside_K, 1), 0.0, 1.0)) / self.bins
 
     def bands(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """{"0.6": (lower, upper), ...}: between them lie the middle 60 % of the rows."""
+        """Return {"0.6": (lower, upper), ...}: between them lie the middle 60 % of the rows."""
         return {str(share): (self.quantile((1 - share) / 2), self.quantile((1 + share) / 2)) for share in BANDS}
 
 
 def chosen_ranks(length: int) -> np.ndarray:
-    """1..length, or so many of them, evenly chosen with both ends."""
+    """Return 1..length, or 256 of them, evenly chosen with both ends."""
     return np.unique(np.linspace(1, length, min(length, MAX_RANKS)).round().astype(np.int64))
 
 
 def bin_of(values: np.ndarray, low: float, high: float, bins: int) -> np.ndarray:
-    """Which bin each value is in: bin i holds low + i * width up to, and without, the next edge."""
+    """Return the bin of each value: bin i holds low + i * width up to, and without, the next edge."""
     scaled = (np.asarray(values, dtype=np.float64) - low) * (bins / (high - low))
     return np.clip(scaled, 0, bins - 1).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Many devices, put on from outside: experts owned by ranks, everything else replicated or sharded."""
+"""Put many devices on from outside: experts owned by ranks, everything else replicated or sharded."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

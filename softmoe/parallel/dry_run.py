@@ -26,7 +26,7 @@ from softmoe.parallel.spread import apply
 
 @dataclass(frozen=True)
 class Trace:
-    """Bytes on one rank."""
+    """Bytes kept and sent by one rank."""
 
     weights: int
     gradients: int
@@ -38,8 +38,10 @@ class Trace:
 
 
 def dry_run(config: ViTConfig, sizes: Sizes, images: int, *, checkpointing: bool = False) -> Trace:
-    """One float32 AdamW step on `images` images per rank. Makes a process group of its own: call it in a process that
-    has none, for example `python -c`."""
+    """Trace one float32 AdamW step on `images` images per rank.
+
+    Makes a process group of its own: call it in a process that has none, for example `python -c`.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     sizes.check()
@@ -57,7 +59,7 @@ def dry_run(config: ViTConfig, sizes: Sizes, images: int, *, checkpointing: bool
 
 
 def trace_steps(model: VisionTransformer, images: torch.Tensor) -> Trace:
-    """A step to see memory, one to see what is sent, then the optimizer.
+    """Run a step to see memory, one to see what is sent, then the optimizer.
 
     The tracker looks at forward and backward only, where the peak is: how DTensor prepares the optimizer's step, on
     shapes of all ranks together, is no memory of anybody.
@@ -90,14 +92,14 @@ def step(model: nn.Module, images: torch.Tensor) -> None:
 
 
 def is_tracked(parameter: nn.Parameter) -> bool:
-    """The tracker sees what FSDP manages: not scalars, nor experts that have one owner."""
+    """Tell if the tracker sees a tensor. It sees what FSDP manages: not scalars, nor experts that have one owner."""
     mesh = getattr(parameter, "device_mesh", None)
     return mesh is not None and mesh.mesh_dim_names != ("expert",)
 
 
 @contextmanager
 def real_meshes() -> Iterator[None]:
-    """FSDP puts meshes together and looks up its place in them, which has to be a real tensor."""
+    """Keep meshes real: FSDP puts them together and looks up its place in them, which has to be a real tensor."""
     join = DeviceMesh._concatenate
 
     def join_really(device_mesh_list: list[DeviceMesh]) -> DeviceMesh:
@@ -112,7 +114,7 @@ def real_meshes() -> Iterator[None]:
 
 
 def empty_model(config: ViTConfig) -> VisionTransformer:
-    """Parameters that have shapes but no values, on the CPU as far as anyone can tell."""
+    """Make parameters that have shapes but no values, on the CPU as far as anyone can tell."""
     with torch.device("meta"):
         model = VisionTransformer(config)
     for module in model.modules():
@@ -122,7 +124,7 @@ def empty_model(config: ViTConfig) -> VisionTransformer:
 
 
 class Sent(TorchDispatchMode):
-    """Adds up what goes through collectives, by kind."""
+    """A mode that adds up what goes through collectives, by kind."""
 
     KINDS = (
         ("all_to_all", "all_to_all"),

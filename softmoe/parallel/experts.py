@@ -1,4 +1,4 @@
-"""Experts owned by ranks: two equal all-to-alls around the experts' own code.
+"""Let ranks own experts: two equal all-to-alls around the experts' own code.
 
 Letters: N experts, E ranks that share them, S rows per expert and rank, D width.
 
@@ -46,25 +46,25 @@ class OwnedExperts(Experts):
         return self.from_owners(outputs)
 
     def to_owners(self, x_NSD: Tensor) -> Tensor:
-        """(N, S, D), all experts' rows of this rank -> (N/E, E*S, D), this rank's experts' rows of all ranks."""
+        """Send (N, S, D), all experts' rows of this rank -> (N/E, E*S, D), this rank's experts' rows of all ranks."""
         N, S, D = x_NSD.shape
         E = self.ranks
         received = self._exchange(x_NSD).view(E, N // E, S, D)
         return received.transpose(0, 1).reshape(N // E, E * S, D)
 
     def from_owners(self, y: Tensor) -> Tensor:
-        """The way back."""
+        """Send (N/E, E*S, D) back to (N, S, D), the rows of this rank from all experts."""
         E, (n, rows, D) = self.ranks, y.shape
         sent = y.view(n, E, rows // E, D).transpose(0, 1).reshape(E * n, rows // E, D)
         return self._exchange(sent)
 
     def _exchange(self, rows: Tensor) -> Tensor:
-        """Part q of axis 0 goes to rank q; what comes from rank q becomes part q."""
+        """Exchange equal parts: part q of axis 0 goes to rank q; what comes from rank q becomes part q."""
         part = [rows.shape[0] // self.ranks] * self.ranks
         return all_to_all_single_autograd(rows.contiguous(), part, part, (self.mesh, 0))
 
     def _mine(self) -> Experts:
-        """What the experts' own forward looks at, for this rank's experts."""
+        """Give the experts' own forward what it looks at, for this rank's experts."""
         weights: dict[str, Any] = {
             name: _DivideGradient.apply(cast(DTensor, parameter).to_local(), self.ranks)
             for name, parameter in self.named_parameters(recurse=False)
@@ -82,7 +82,7 @@ class OwnedExperts(Experts):
 
 
 def own_slice(whole: Tensor, mesh: DeviceMesh) -> DTensor:
-    """This rank's part of a stacked tensor, in memory of its own, known to the others as a part of the whole."""
+    """Cut this rank's part of a stacked tensor, in memory of its own, known to the others as a part of the whole."""
     part = whole.chunk(mesh.size())[mesh.get_local_rank()].clone()
     return DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
 

@@ -1,4 +1,4 @@
-"""Rows of all ranks on every rank, for losses that compare each example with all others of the whole batch."""
+"""Gather the rows of all ranks on every rank, for losses that compare each example with all others."""
 
 import torch.distributed as dist
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
 
 def gather_rows(rows: Tensor) -> Tensor:
-    """(B, ...) on each of W ranks -> (W * B, ...), in the order of the ranks; B must be the same on all.
+    """Gather (B, ...) on each of W ranks -> (W * B, ...), in the order of the ranks; B must be the same on all.
 
     Its gradient is added up over the ranks: where every rank takes the mean loss of its own rows, and gradients of
     weights are averaged over the ranks, they are those of the mean over the whole batch.
@@ -18,7 +18,7 @@ def gather_rows(rows: Tensor) -> Tensor:
 
 
 def first_row(rows: Tensor) -> int:
-    """Where this rank's rows begin among those of all."""
+    """Return where this rank's rows begin among those of all."""
     return dist.get_rank() * rows.shape[0] if ranks() > 1 else 0
 
 

@@ -1,4 +1,4 @@
-"""Who does what: the ranks of a job arranged for experts and for shards.
+"""Decide who does what: the ranks of a job arranged for experts and for shards.
 
 The batch is split over all W ranks. Two numbers say where the weights are:
 
@@ -27,12 +27,12 @@ class Sizes:
 
     @property
     def pieces(self) -> int:
-        """In how many pieces each expert is cut."""
+        """The number of pieces each expert is cut into."""
         return max(1, self.shard // self.expert)
 
     @property
     def copies(self) -> int:
-        """How many copies of each expert there are."""
+        """The number of copies of each expert."""
         return self.world // (self.expert * self.pieces)
 
     def check(self) -> None:
@@ -64,7 +64,7 @@ class Mesh:
 
     @property
     def others(self) -> DeviceMesh:
-        """What FSDP gets for the rest: copies of shards, or shards only."""
+        """The mesh that FSDP gets for the rest: copies of shards, or shards only."""
         return self.rest if self.sizes.world > self.sizes.shard else self.rest["shard"]
 
 

@@ -1,4 +1,4 @@
-"""Numbers about the whole job: the true norm of a sharded gradient, means over ranks."""
+"""Compute numbers about the whole job: the true norm of a sharded gradient, means over ranks."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -12,17 +12,19 @@ if TYPE_CHECKING:
 
 
 def is_spread(tensor: Any) -> TypeGuard["DTensor"]:
-    """Is it a DTensor? Asked without importing them: that takes a second, which runs in one process need not pay."""
+    """Tell if a tensor is a DTensor, without importing them: that takes a second, which runs in one process need not
+    pay.
+    """
     return hasattr(tensor, "to_local")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank keeps; the tensor itself if it is a plain one."""
+    """Return the part of a tensor that this rank keeps; the tensor itself if it is a plain one."""
     return tensor.to_local() if is_spread(tensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor with the parts of all ranks, which must all call this; the tensor itself if it is a plain one."""
+    """Return the tensor with the parts of all ranks, which must all call this; a plain tensor itself."""
     return tensor.full_tensor() if is_spread(tensor) else tensor
 
 
@@ -37,7 +39,7 @@ def local_shard(tensor: Tensor, model: Tensor) -> Tensor:
 
 
 def copies(tensor: Tensor) -> int:
-    """On how many ranks the same part of a tensor is."""
+    """Count the ranks that keep the same part of a tensor."""
     if not dist.is_initialized():
         return 1
     parts = 1
@@ -48,7 +50,7 @@ def copies(tensor: Tensor) -> int:
 
 
 def global_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """The 2-norm of all tensors together, each element counted once, wherever it is. The same on every rank."""
+    """Return the 2-norm of all tensors together, each element counted once, wherever it is. The same on every rank."""
     by_copies: dict[int, list[Tensor]] = {}
     for tensor in tensors:
         by_copies.setdefault(copies(tensor), []).append(local(tensor))
@@ -69,7 +71,7 @@ def clip_by_global_norm(gradients: Iterable[Tensor], max_norm: float | None) -> 
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """A new tensor, the same on every rank; `values` itself where there is one process."""
+    """Return the sum as a new tensor, the same on every rank; `values` itself where there is one process."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return values
     total = values.clone()

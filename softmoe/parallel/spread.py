@@ -22,8 +22,9 @@ AnyModel = TypeVar("AnyModel", bound=VisionTransformer | TwoTower)
 
 @contextmanager
 def building(mesh: Mesh) -> Iterator[None]:
-    """Models made inside keep only this rank's experts of each layer, as soon as it is made: no process ever holds all
-    weights. Follow with `apply`. The same numbers are drawn on every rank, as without."""
+    """Make models inside this context keep only this rank's experts of each layer, as soon as it is made: no process
+    ever holds all weights. Follow with `apply`. The same numbers are drawn on every rank, as without.
+    """
 
     def keep_mine(layer: nn.Module, name: str, part: nn.Module | None) -> nn.Module | None:
         if isinstance(layer, MoE) and isinstance(part, Experts) and not isinstance(part, OwnedExperts):
@@ -80,13 +81,15 @@ def apply(model: AnyModel, mesh: Mesh) -> AnyModel:
 
 
 def even_axis(parameter: Tensor, parts: int) -> int:
-    """The first axis that can be cut evenly. Else 0, which is padded: a position table (1, M, D) cut there on 256 ranks
-    would be gathered as 256 tables."""
+    """Return the first axis that can be cut evenly.
+
+    Else 0, which is padded: a position table (1, M, D) cut there on 256 ranks would be gathered as 256 tables.
+    """
     return next((axis for axis, size in enumerate(parameter.shape) if size % parts == 0), 0)
 
 
 def _average_gradient(parameter: Tensor) -> None:
-    """Over all ranks. With accumulation the older part is averaged again, which changes nothing."""
+    """Average a gradient over all ranks. With accumulation the older part is averaged again, which changes nothing."""
     assert parameter.grad is not None
     parameter.grad = mean_over_ranks(parameter.grad)
 
@@ -96,7 +99,7 @@ def moe_layers(model: nn.Module) -> list[MoE]:
 
 
 def check_model(model: nn.Module, sizes: Sizes) -> None:
-    """ValueError, before anything is changed, for experts that cannot be shared out on these ranks."""
+    """Raise ValueError, before anything is changed, for experts that cannot be shared out on these ranks."""
     sizes.check()
     for layer in moe_layers(model):
         if sizes.expert == 1:
@@ -122,8 +125,7 @@ def check_experts(num_experts: int, dim: int, hidden_dim: int, sizes: Sizes) -> 
 
 
 def check_groups(config: ViTConfig, images: int) -> None:
-    """ValueError if routing groups would span ranks: with `images` per rank and pass they are whole, or the result is
-    not that of one process."""
+    """Raise ValueError if routing groups would span ranks, where the result would not be that of one process."""
     router = config.moe and config.moe.router
     size = router.group_size if isinstance(router, SparseConfig) else None
     if size is not None and images * config.tokens % size:

@@ -27,7 +27,9 @@ def names() -> list[str]:
 
 
 def load(name: str, variant: str = "recipe") -> TrainConfig:
-    """The settings of the recipe called `name` (or in the file `name`), its run named after it if it has no name."""
+    """Return the settings of the recipe called `name` (or in the file `name`), its run named after it if it has no
+    name.
+    """
     module = find(name)
     function: Callable[[], TrainConfig] | None = getattr(module, variant, None)
     if function is None:
@@ -60,7 +62,10 @@ def from_file(path: Path) -> ModuleType:
 
 
 def _called(function: Callable[[], Result], name: str) -> Result:
-    """What the user's code returns. Its own mistakes are told with the line, as the command line tells all others."""
+    """Return what the user's code returns.
+
+    Its own mistakes are told with the line, as the command line tells all others.
+    """
     try:
         return function()
     except SyntaxError as error:

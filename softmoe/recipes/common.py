@@ -1,4 +1,4 @@
-"""What recipes share."""
+"""Helpers that recipes share."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ from softmoe.train import EvaluationSection, TrainConfig
 
 
 def shrunk(config: TrainConfig, image_size: int) -> TrainConfig:
-    """Two steps of a model that is hardly one; everything else as it is."""
+    """Shrink a recipe to two steps of a model that is hardly one; everything else stays as it is."""
     d = config.data
     blocks = None if config.model.blocks is None else (0, 1)
     shape = replace(config.model, width=16, depth=2, heads=2, mlp_dim=32, patch_size=image_size // 4, blocks=blocks)

@@ -1,4 +1,4 @@
-"""Runs -> tables, curves and one page."""
+"""Turn runs into tables, curves and one page."""
 
 from softmoe.report.page import write_report
 from softmoe.report.runs import RunRecord, load_run

@@ -1,4 +1,4 @@
-"""The curves of one or several runs, as pictures. Needs matplotlib (the extra `plots`)."""
+"""Draw the curves of one or several runs, as pictures. Needs matplotlib (the extra `plots`)."""
 
 import io
 from pathlib import Path
@@ -10,7 +10,7 @@ COLORS = ("#0b6e99", "#d1495b", "#66a182", "#edae49", "#6a4c93", "#444444")
 
 
 def comparison(runs: list[RunRecord]) -> Any:
-    """Validation accuracy against computation and against time, and training loss against images."""
+    """Draw validation accuracy against computation and against time, and training loss against images."""
     figure, axes = pyplot().subplots(1, 3, figsize=(13, 3.9))
     panels = (
         ("flops", "val/top1", 1e-12, 100.0, "training TFLOPs", "validation top-1 (%)"),
@@ -31,7 +31,7 @@ def comparison(runs: list[RunRecord]) -> Any:
 
 
 def router_health(run: RunRecord) -> Any | None:
-    """Scale and sharpness of each soft layer over the run; None where there is none."""
+    """Draw scale and sharpness of each soft layer over the run; None where there is none."""
     panels = [
         (run.routers(key), label)
         for key, label in (
@@ -68,7 +68,7 @@ def save_png(figure: Any, path: Path) -> Path:
 
 
 def as_svg(figure: Any) -> str:
-    """The figure as text to stand inside a page."""
+    """Return the figure as text to stand inside a page."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg")
     pyplot().close(figure)

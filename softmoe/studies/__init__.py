@@ -7,7 +7,7 @@ from types import ModuleType
 
 
 def names() -> list[str]:
-    """The studies of the paper."""
+    """List the studies of the paper."""
     from softmoe.studies import catalog
 
     return sorted(module.name for module in pkgutil.iter_modules(catalog.__path__))

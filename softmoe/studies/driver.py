@@ -30,7 +30,7 @@ Outcome = dict[str, float] | str
 
 @dataclass(frozen=True)
 class Done:
-    """How a study ended."""
+    """The end of a study: its table, claims, files and failures."""
 
     table: Table
     claims: list[Claim] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Done:
 def run_study(
     study: ModuleType, lab: Lab, store: Store, *, jobs: int = 1, collect: bool = False, say: Say = print
 ) -> Done:
-    """`collect` runs nothing: table, figure and verdict are those of what is done."""
+    """Run a study to its verdict. `collect` runs nothing: table, figure and verdict are those of what is done."""
     cells = list(study.cells(lab))
     folder = store.out / name_of(study)
     pending = [] if collect else unfinished(cells, store)
@@ -52,7 +52,7 @@ def run_study(
         for number, (job, outcome) in enumerate(execute(pending, store, jobs), start=1):
             if isinstance(outcome, str):
                 failures[key_of(job)] = outcome
-            say(f"  [{number}/{len(pending)}] {title(cells, job)}: {told(outcome)}")
+            say(f"  [{number}/{len(pending)}] {title(cells, job)}: {outcome_text(outcome)}")
             write_results(folder, store.table(cells))
     except (Stopped, KeyboardInterrupt):
         return Done(store.table(cells), failures=failures, stopped=True)
@@ -66,7 +66,7 @@ def run_study(
 
 
 def complete(study: ModuleType, lab: Lab, table: Table) -> Table:
-    """With what the study computes itself: numbers of a run's folder (`measure`), and rows by formula (`rows`)."""
+    """Add what the study computes itself: numbers of a run's folder (`measure`), and rows by formula (`rows`)."""
     measure = getattr(study, "measure", None)
     if measure is not None:
         table = Table(tuple(replace(row, numbers=row.numbers | measure(row)) for row in table))
@@ -74,7 +74,7 @@ def complete(study: ModuleType, lab: Lab, table: Table) -> Table:
 
 
 def conclude(study: ModuleType, lab: Lab, table: Table, claims: list[Claim], folder: Path) -> list[Path]:
-    """The figure and the verdict."""
+    """Write the figure and the verdict."""
     from softmoe.report.curves import save_png
 
     trained = any(row.folder.name for row in table)
@@ -85,7 +85,7 @@ def conclude(study: ModuleType, lab: Lab, table: Table, claims: list[Claim], fol
 
 
 def unfinished(cells: list[Cell], store: Store) -> list[Job]:
-    """The jobs to do, each once, after the one it needs, else in the order of the plan."""
+    """List the jobs to do, each once, after the one it needs, else in the order of the plan."""
     found: dict[str, Job] = {}
 
     def add(job: Job) -> None:
@@ -100,7 +100,7 @@ def unfinished(cells: list[Cell], store: Store) -> list[Job]:
 
 
 def execute(pending: list[Job], store: Store, jobs: int) -> Iterator[tuple[Job, Outcome]]:
-    """Yields each job when it is done or has failed. Stopped if a signal asked for it."""
+    """Yield each job when it is done or has failed; raise Stopped if a signal asked for it."""
     if jobs > 1 and len(pending) > 1:
         yield from execute_together(pending, store, jobs)
         return
@@ -118,14 +118,17 @@ def attempt(store: Store, job: Job) -> Outcome:
 
 
 def execute_together(pending: list[Job], store: Store, jobs: int) -> Iterator[tuple[Job, Outcome]]:
-    """Processes of one thread each; with several GPUs each process sees one. First those that need no other job."""
+    """Run jobs in processes of one thread each; with several GPUs each process sees one.
+
+    First those that need no other job.
+    """
     context = multiprocessing.get_context("spawn")
     places = context.Queue()
     for place in range(jobs):
         places.put(place)
     first = [job for job in pending if job.needs is None]
     later = [job for job in pending if job.needs is not None]
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=settle, initargs=(places,)) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=own_worker, initargs=(places,)) as pool:
         for batch in (first, later):
             waiting: dict[Future[Outcome], Job] = {pool.submit(attempt, store, job): job for job in batch}
             try:
@@ -136,7 +139,7 @@ def execute_together(pending: list[Job], store: Store, jobs: int) -> Iterator[tu
                 raise
 
 
-def settle(places) -> None:
+def own_worker(places) -> None:
     """Make a worker's process its own: one CPU thread, one GPU."""
     import os
 
@@ -159,7 +162,7 @@ def name_of(study: ModuleType) -> str:
 
 
 def title(cells: list[Cell], job: Job) -> str:
-    """The labels of the first cell that wanted the job."""
+    """Name a job by the labels of the first cell that wanted it."""
     for cell in cells:
         if key_of(cell.job) == key_of(job):
             labels = ", ".join(f"{key} {value}" for key, value in cell.labels.items())
@@ -167,7 +170,7 @@ def title(cells: list[Cell], job: Job) -> str:
     return f"{type(job).__name__.lower()} {key_of(job)}, which others need"
 
 
-def told(outcome: Outcome) -> str:
+def outcome_text(outcome: Outcome) -> str:
     if isinstance(outcome, str):
         return f"failed, {outcome}"
     shown = [f"{name} {outcome[name]:.2f}" for name in (*QUALITY, "images_per_second") if name in outcome]

@@ -31,14 +31,16 @@ PAPER_QUALITY = {"top1": "JFT precision at 1 (%)", "10shot": "ImageNet 10-shot (
 
 
 def panels(rows: int, columns: int, width: float = 4.4, height: float = 3.5) -> tuple[Any, Any]:
-    """A figure and its (rows, columns) axes."""
+    """Make a figure and its (rows, columns) axes."""
     return pyplot().subplots(
         rows, columns, figsize=(width * columns, height * rows), squeeze=False, layout="constrained"
     )
 
 
 def bars(axis: Any, names: Sequence[str], values: Sequence[float], halves: Sequence[float], color: str) -> None:
-    """Horizontal, the first on top, with intervals; the axis begins near the smallest, as dots would."""
+    """Draw values as horizontal bars, the first on top, with intervals; the axis begins near the smallest, as dots
+    would.
+    """
     places = np.arange(len(names))[::-1]
     errors = [half if np.isfinite(half) else 0.0 for half in halves]
     axis.errorbar(values, places, xerr=errors, fmt="o", color=color, capsize=3, ms=6)
@@ -83,7 +85,7 @@ def waterfall(axis: Any, names: Sequence[str], path: Sequence[Table], number: st
 
 
 def line(axis: Any, table: Table, x: str, number: str, **style: Any) -> None:
-    """Means over seeds with intervals, against a label."""
+    """Draw means over seeds with intervals, against a label."""
     xs, means, halves = [], [], []
     for value in sorted(table.distinct(x)):
         found = table.where(**{x: value}).interval(number)
@@ -96,7 +98,7 @@ def line(axis: Any, table: Table, x: str, number: str, **style: Any) -> None:
 
 
 def powers(axis: Any, values: Sequence[float]) -> None:
-    """A logarithmic axis with these ticks."""
+    """Make the x axis logarithmic, with these ticks."""
     axis.set_xscale("log", base=2)
     axis.set_xticks(values, [f"{value:g}" for value in values])
     axis.minorticks_off()
@@ -110,7 +112,7 @@ def heat(
     y_label: str,
     form: str,
 ) -> None:
-    """A map of (column, row) -> value, colored between the limits; what was not run is left white."""
+    """Draw a map of (column, row) -> value, colored between the limits; what was not run is left white."""
     if not grid:
         axis.text(0.5, 0.5, "not run", ha="center", transform=axis.transAxes, color="#888888")
         axis.set(xticks=[], yticks=[])
@@ -133,7 +135,7 @@ def heat(
 
 
 def frontier(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points that no other one beats in both cost (first, less is better) and quality, by rising cost."""
+    """Return the points that no other one beats in both cost (first, less is better) and quality, by rising cost."""
     best: list[tuple[float, float]] = []
     for cost, quality in sorted(points, key=lambda p: (p[0], -p[1])):
         if not best or quality > best[-1][1]:
@@ -142,7 +144,7 @@ def frontier(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def pareto(axis: Any, points: Mapping[str, Sequence[tuple[float, float]]], x_label: str, y_label: str) -> None:
-    """All models as faint dots, each router's frontier as a line."""
+    """Draw all models as faint dots, each router's frontier as a line."""
     for router, all_points in points.items():
         color = COLORS[router]
         axis.scatter(*zip(*all_points, strict=True), s=14, color=color, alpha=0.35, lw=0)
@@ -153,7 +155,7 @@ def pareto(axis: Any, points: Mapping[str, Sequence[tuple[float, float]]], x_lab
 
 
 def round_ticks(axis: Any) -> None:
-    """1, 2, 5, 10, ... on a logarithmic axis, however short it is."""
+    """Put ticks at 1, 2, 5, 10, ... on a logarithmic axis, however short it is."""
     from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator
 
     axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -166,7 +168,7 @@ def label(number: str, *, paper: bool = False) -> str:
 
 
 def said(drawing: Any, text: str) -> None:
-    """The paper's words above our figure, where it prints no numbers."""
+    """Write the paper's words above our figure, where it prints no numbers."""
     drawing.suptitle(f"The paper: {text}", fontsize=9, color="#555555")
 
 

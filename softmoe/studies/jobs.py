@@ -1,4 +1,5 @@
-"""What a study is made of: jobs, each known by a hash of what decides its outcome, so that studies share them.
+"""Define the jobs of which studies are made, each known by a hash of what decides its outcome, so that studies share
+them.
 
     Training      a run of the loop
     Branch        the cooldown of another run from one of its checkpoints
@@ -44,7 +45,7 @@ class Job(Protocol):
 
     @property
     def has_features(self) -> bool:
-        """Whether it leaves a model whose features other classes can be told apart by."""
+        """True if it leaves a model whose features can tell other classes apart."""
         ...
 
     def identity(self) -> dict[str, Any]:
@@ -203,7 +204,7 @@ def trained(config: TrainConfig) -> dict[str, float]:
 
 
 def health(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """What the routers did at the end of training, averaged over the layers."""
+    """Return what the routers did at the end of training, averaged over the layers."""
     found: dict[str, float] = {}
     lines = [row["routers"] for row in rows if row.get("routers")][-LAST:]
     for name in HEALTH:
@@ -221,7 +222,7 @@ def deciding(config: TrainConfig) -> dict[str, Any]:
 
 
 def price(config: TrainConfig) -> Cost:
-    """Of the image tower, where there are two."""
+    """Return the cost of the model, of its image tower where there are two."""
     return cost(image_shape(config))
 
 

@@ -1,4 +1,6 @@
-"""Where a study is done: the size of everything, the data, the seeds. A study asks it for settings and yields cells.
+"""Fix where a study is done: the size of everything, the data, the seeds.
+
+A study asks it for settings and yields cells.
 
     tiny    three steps of a model that is hardly one, on `shapes`: to see that everything works, for tests
     small   a transformer of width 32 that sees 57,600 images of 64 pixels: 45 seconds a run on one core
@@ -63,14 +65,14 @@ class Lab:
 
     @property
     def tokens(self) -> int:
-        """Of one image."""
+        """The number of tokens of one image."""
         return self.base.model.resolve(None, self.image_size).tokens
 
     def pick(self, *, tiny: T, small: T, paper: T) -> T:
         return {"tiny": tiny, "small": small, "paper": paper}[self.scale]
 
     def config(self, router: str = "dense", *, peak: float | None = None, **changes: Any) -> TrainConfig:
-        """The base with this router and these settings of the model. Equal models come out as equal settings."""
+        """Return the base with this router and these settings of the model. Equal models come out as equal settings."""
         given: dict[str, Any] = {} if router == "dense" else {"router": router, "num_experts": self.tokens}
         if router in ("soft", "soft_uniform", "uniform_soft"):
             given |= self.soft
@@ -98,7 +100,9 @@ def make_lab(
     transfer: str | None = None,
     steps: int | None = None,
 ) -> Lab:
-    """`data` is a source as in training; each scale has a default (`paper`'s is a stand-in to count FLOPs with)."""
+    """Set up a lab; `data` is a source as in training; each scale has a default (`paper`'s is a stand-in to count FLOPs
+    with).
+    """
     base = {"tiny": tiny_base, "small": small_base, "paper": paper_base}[scale]()
     if data is not None:
         base = replace(base, data=replace(base.data, train=data))
@@ -109,7 +113,7 @@ def make_lab(
 
 
 def with_steps(config: TrainConfig, steps: int) -> TrainConfig:
-    """A tenth of them to warm up, two checkpoints, twelve lines in the log."""
+    """Set the steps: a tenth of them to warm up, two checkpoints, twelve lines in the log."""
     return replace(
         config,
         steps=steps,

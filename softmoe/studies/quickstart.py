@@ -18,7 +18,7 @@ TITLE = "A small Soft MoE and its dense twin"
 
 @dataclass(frozen=True)
 class Quickstart:
-    """What came out. `records` is empty when a signal ended it early; calling again goes on."""
+    """The results of the quickstart. `records` is empty when a signal ended it early; calling again goes on."""
 
     records: list[RunRecord]
     curves: Path | None = None

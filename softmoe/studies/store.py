@@ -1,4 +1,4 @@
-"""What jobs left on disk: OUT/runs/<key>/result.json, written when a job is done, and read ever after."""
+"""Keep what jobs leave on disk: OUT/runs/<key>/result.json, written when a job is done, and read ever after."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Store:
         return self.out / "runs" / key_of(job)
 
     def numbers(self, job: Job) -> dict[str, float] | None:
-        """What came out, or None if the job, or its transfer, is not done yet."""
+        """Return the numbers of a job, or None if the job, or its transfer, is not done yet."""
         path = self.folder(job) / "result.json"
         if not path.is_file():
             return None
@@ -57,13 +57,15 @@ class Store:
         return numbers
 
     def table(self, cells: Iterable[Cell]) -> Table:
-        """The rows of the cells whose jobs are done."""
+        """Return the rows of the cells whose jobs are done."""
         found = ((cell, self.numbers(cell.job)) for cell in cells)
         return Table(tuple(Row(c.labels, c.seed, n, self.folder(c.job)) for c, n in found if n is not None))
 
 
 def shot_accuracy(run: Path, data: str) -> float:
-    """Percent; the mean over three draws of ten images a class, the penalty chosen without the test images."""
+    """Return the 10-shot accuracy in percent: the mean over three draws of ten images a class, the penalty chosen
+    without the test images.
+    """
     from softmoe.evaluate.api import fewshot
 
     report = fewshot(run, [data], shots=(SHOTS,), seeds=3, train_examples=EXAMPLES, test_examples=5000, cache=False)
@@ -71,7 +73,7 @@ def shot_accuracy(run: Path, data: str) -> float:
 
 
 def insert_after(numbers: dict[str, Any], key: str, name: str, value: float) -> dict[str, Any]:
-    """For a readable order of columns."""
+    """Insert a number after another, for a readable order of columns."""
     pairs = list(numbers.items())
     place = next((i + 1 for i, (k, _) in enumerate(pairs) if k == key), len(pairs))
     return dict([*pairs[:place], (name, value), *pairs[place:]])

@@ -1,4 +1,4 @@
-"""What a study found: claims of the paper, each with our interval and one of three words."""
+"""Judge what a study found: claims of the paper, each with our interval and one of three words."""
 
 import math
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ class Claim:
 
 
 def better(better_one: Table, other: Table, text: str, paper: dict[str, str] | None = None) -> Iterator[Claim]:
-    """The claim that the first is better: by the paper's measures, and by the loss, which is the least noisy."""
+    """Yield the claim that the first is better: by the paper's measures, and by the loss, which is the least noisy."""
     for number in better_one.quality:
         found = better_one.minus(other, number)
         yield Claim(f"{text}: {QUALITY[number].removesuffix(' (%)')}", found, (paper or {}).get(number, ""))
@@ -56,7 +56,7 @@ def seeds(found: Interval) -> str:
 
 
 def write_verdict(folder: Path, title: str, story: str, claims: list[Claim], notes: list[str]) -> list[Path]:
-    """verdict.md for people and verdict.json for programs."""
+    """Write verdict.md for people and verdict.json for programs."""
     lines = [("claim of the paper", "paper", "ours: mean difference, 95 % interval", "verdict")]
     for claim in claims:
         ours = "-" if claim.found is None else f"{claim.found} {claim.unit}{seeds(claim.found)}"

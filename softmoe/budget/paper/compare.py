@@ -1,4 +1,4 @@
-"""Our formulas beside the paper's cost columns.
+"""Compare our formulas with the paper's cost columns.
 
 GFLOP/img is one forward pass, elementwise operations included. Train exaFLOP is half of the FLOPs of the train step
 (the likeliest reason: FLOPs per core were multiplied by chips, which have two) plus the optimizer step, which every
@@ -51,7 +51,7 @@ class Comparison:
 
 
 def exaflop(config: ViTConfig, steps: int) -> float:
-    """The paper's Train exaFLOP of `steps` steps of 4,096 images."""
+    """Return the paper's Train exaFLOP of `steps` steps of 4,096 images."""
     c = cost(config, convention="paper")
     experts = c.parts["experts"].params
     on_one_device = c.params - experts + (experts // config.moe.num_experts if config.moe else 0)
@@ -74,7 +74,7 @@ def compare(run: LongRun | ParetoRun, config: ViTConfig, steps: int) -> Comparis
 
 
 def summary(rows: list[Comparison], *, without_large_misfits: bool = False) -> dict[str, tuple[int, float, float]]:
-    """Routing -> number of rows, median and largest absolute error of the exaFLOP column."""
+    """Return for each routing the number of rows, median and largest absolute error of the exaFLOP column."""
     errors: dict[str, list[float]] = {}
     for row in rows:
         if without_large_misfits and isinstance(row.run, ParetoRun) and row.run.ref in LARGE:

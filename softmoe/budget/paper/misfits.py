@@ -1,4 +1,4 @@
-"""Where the paper's printed numbers and the formulas do not meet, and what is known about each case."""
+"""List where the paper's printed numbers and the formulas do not meet, and what is known about each case."""
 
 from dataclasses import dataclass
 

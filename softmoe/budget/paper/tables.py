@@ -1,4 +1,4 @@
-"""The paper's tables as they are printed, and the models behind their rows.
+"""Read the paper's tables as they are printed, and the models behind their rows.
 
 Every row is a name and arguments for `create_model`. The classes are the 29,593 of JFT-4B, images have 224 pixels, and
 a Soft MoE has one slot per expert: the tables do not say the last, but it is what their cost columns need.
@@ -47,7 +47,7 @@ class ParetoRun:
 
 
 def read_table(name: str) -> list[dict[str, str]]:
-    """One of the paper's tables by its file name without the ending: a dict per row, digits as printed."""
+    """Read one of the paper's tables by its file name without the ending: a dict per row, digits as printed."""
     folder = files("softmoe.budget.paper")
     path = folder / f"{name}.csv"
     if not path.is_file():
@@ -57,7 +57,7 @@ def read_table(name: str) -> list[dict[str, str]]:
 
 
 def long_runs() -> list[LongRun]:
-    """25 rows: 8 of the main text, 17 of the appendix; some stand in both."""
+    """Read 25 rows: 8 of the main text, 17 of the appendix; some stand in both."""
     return [
         LongRun(
             model=row["backbone"],
@@ -99,7 +99,7 @@ def pareto_config(run: ParetoRun) -> ViTConfig:
 
 
 def pareto_arguments(run: ParetoRun) -> tuple[str, dict[str, Any]]:
-    """What to give to `create_model` to get the model of this row."""
+    """Return what to give to `create_model` to get the model of this row."""
     arguments: dict[str, Any] = {"num_classes": CLASSES}
     if run.routing in ("Tokens Choice", "Experts Choice"):
         arguments |= {"group_size": run.group_size, "capacity_factor": run.factor}
@@ -109,7 +109,7 @@ def pareto_arguments(run: ParetoRun) -> tuple[str, dict[str, Any]]:
 
 
 def model_name(backbone: str, routing: str, experts: int | None) -> str:
-    """("S/16", "Soft MoE", 128) -> "soft_s16_128e"."""
+    """Turn ("S/16", "Soft MoE", 128) into "soft_s16_128e"."""
     name = f"{ROUTING[routing]}_{backbone.replace('/', '').lower()}"
     return name if experts is None else f"{name}_{experts}e"
 

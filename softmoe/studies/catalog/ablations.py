@@ -44,7 +44,7 @@ def claims(table: Table) -> Iterator[Claim]:
 
 
 def printed() -> dict[str, dict[str, float]]:
-    """measure -> method -> the paper's number; its rows stand in the order of METHODS."""
+    """Return {measure: {method: the paper's number}}; its rows stand in the order of METHODS."""
     rows = read_table("ablations")
     return {
         number: {method: float(row[column]) for method, row in zip(METHODS, rows, strict=True)}

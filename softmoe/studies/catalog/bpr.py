@@ -38,7 +38,7 @@ def claims(table: Table) -> Iterator[Claim]:
 
 
 def gain(k: int, number: str) -> list[float]:
-    """What batch priority adds in the paper, for each number of experts."""
+    """Return what batch priority adds in the paper, for each number of experts."""
     rows = [row for row in read_table("bpr") if int(row["k"]) == k]
     with_it, without = ([float(r[COLUMNS[number]]) for r in rows if r["bpr"] == said] for said in ("Yes", "No"))
     return [a - b for a, b in zip(with_it, without, strict=True)]

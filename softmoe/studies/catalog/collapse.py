@@ -68,7 +68,7 @@ def figure(table: Table, lab: Lab) -> Any:
 
 
 def curve(row: Row, number: str) -> tuple[list[float], list[float]]:
-    """Over the steps of a run; weights are means over its layers."""
+    """Read a curve over the steps of a run; weights are means over its layers."""
     run = load_run(row.folder)
     if number == "loss":
         return run.curve("step", "loss")

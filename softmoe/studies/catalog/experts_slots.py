@@ -84,7 +84,7 @@ def claims(table: Table) -> Iterator[Claim]:
 
 
 def slowdown(speed: Table, router: str) -> dict[int, float]:
-    """By repetition: the share of the throughput that the most experts cost.
+    """Return by repetition the share of the throughput that the most experts cost.
 
     At the most rows a token, where all routers have all numbers of experts: with fewer, Soft MoE lacks slots.
     """
@@ -113,7 +113,7 @@ def figure(table: Table, lab: Lab) -> Any:
 
 
 def spread(rows: Table, number: str) -> tuple[float, float]:
-    """Smallest and largest mean of all routers, so that equal colors mean equal numbers."""
+    """Return the smallest and largest mean of all routers, so that equal colors mean equal numbers."""
     places = {tuple(row.labels.items()) for row in rows}
     means = [rows.where(**dict(place)).mean(number) for place in places]
     known = [mean for mean in means if mean is not None]

@@ -44,12 +44,14 @@ def printed_models(lab: Lab) -> Iterator[Cell]:
 
 
 def time_of(numbers: dict[str, float]) -> float:
-    """Seconds of computing: of the one thread where it was one, which other work on the machine does not change."""
+    """Return the seconds of computing: of the one thread where it was one, which other work on the machine does not
+    change.
+    """
     return numbers.get("cpu_seconds") or numbers["seconds"]
 
 
 def points(table: Table, router: str, cost: str, number: str, seed: int | None = None) -> list[tuple[float, float]]:
-    """(cost, quality) of each model, means over the seeds (or of one seed), by rising cost."""
+    """List (cost, quality) of each model, means over the seeds (or of one seed), by rising cost."""
     found = []
     rows = table.where(router=router)
     for place in dict.fromkeys(tuple(row.labels.items()) for row in rows):
@@ -61,7 +63,7 @@ def points(table: Table, router: str, cost: str, number: str, seed: int | None =
 
 
 def lead(table: Table, other: str, cost: str, number: str) -> dict[int, float]:
-    """By seed: how far Soft MoE is above the other router's models at their cost, on the mean.
+    """Return by seed how far Soft MoE is above the other router's models at their cost, on the mean.
 
     Soft MoE between its own models is a straight line over the logarithm of the cost; models outside of its range are
     left out, so nothing is extrapolated. Costs are means over the seeds: of time only the noise differs.
@@ -77,7 +79,9 @@ def lead(table: Table, other: str, cost: str, number: str) -> dict[int, float]:
 
 
 def mean_gap(line: list[tuple[float, float]], others: list[tuple[float, float]]) -> float | None:
-    """How far the line through some (cost, quality) lies above other points within its range of costs, on the mean."""
+    """Return how far the line through some (cost, quality) lies above other points within its range of costs, on the
+    mean.
+    """
     if len(line) < 2:
         return None
     costs, quality = np.log([c for c, _ in line]), [q for _, q in line]
@@ -106,7 +110,7 @@ def claims(table: Table) -> Iterator[Claim]:
 
 
 def printed_lead(other: str, cost: str, number: str) -> str:
-    """The same from the paper's table."""
+    """Return the lead that the paper's table gives."""
     if number not in PAPER_COLUMNS:
         return ""
     soft, rest = printed("soft", cost, number), printed(other, cost, number)
@@ -115,7 +119,7 @@ def printed_lead(other: str, cost: str, number: str) -> str:
 
 
 def printed(router: str, cost: str, number: str) -> list[tuple[float, float]]:
-    """(cost, quality) of the paper's models."""
+    """List (cost, quality) of the paper's models."""
     rows = [row for row in read_table("pareto_runs") if ROUTING[row["routing"]] == router]
     return [(float(row[PAPER_COSTS[cost][0]]), float(row[PAPER_COLUMNS[number]])) for row in rows]
 

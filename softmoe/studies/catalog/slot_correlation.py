@@ -28,7 +28,7 @@ def cells(lab: Lab) -> Iterator[Cell]:
 
 
 def routers(row: Row) -> list[SoftRouter]:
-    """Of the trained model, by block."""
+    """Return the routers of the trained model by block."""
     from softmoe.evaluate.inputs import load
 
     found = moe_layers(load(row.folder, device="cpu").model).values()
