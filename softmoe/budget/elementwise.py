@@ -3,13 +3,13 @@
 The coefficients of attention, MLP, experts, Soft, Tokens Choice and Experts Choice were read off XLA's analysis of the
 reference code; whole models then agree with it to 0.002 % forward and 0.02 % in training (Tokens Choice 0.2 %). The
 rest (no QK-norm, attention pooling, the tanh layer, fixed routers) follows from the same terms and is an estimate.
-All of it is under 1 % of a usual model. Letters: see shapes.py.
+All of it is under 1 % of a usual model. Letters: see parts.py.
 """
 
 from fractions import Fraction
 from typing import NamedTuple
 
-from softmoe.budget.shapes import SPARSE, Routed, routed
+from softmoe.budget.parts import SPARSE, Routed, routed
 from softmoe.models import ViTConfig
 
 

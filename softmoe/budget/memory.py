@@ -3,13 +3,13 @@
 Weights, gradients and optimizer state are exact. Activations are the tensors that autograd keeps for the backward pass,
 by formula: what eager PyTorch keeps on a CPU with its fused attention (ours, which large models have there, keeps a
 little less). Not in it: short-lived temporaries, the allocator's waste, and the copies that compiled or distributed
-programs make. Letters: see shapes.py; B images.
+programs make. Letters: see parts.py; B images.
 """
 
 from dataclasses import dataclass
 
 from softmoe.budget.count import cost
-from softmoe.budget.shapes import LEARNED, SPARSE, checked, routed
+from softmoe.budget.parts import LEARNED, SPARSE, checked, routed
 from softmoe.models import ViTConfig
 from softmoe.moe.product import OUT
 

@@ -14,8 +14,7 @@ from functools import cache, cached_property
 
 from softmoe.budget.count import Cost, cost
 from softmoe.budget.memory import OPTIMIZER_STATES, activation_memory
-from softmoe.budget.parts import attention_params, mlp_params
-from softmoe.budget.shapes import checked, routed
+from softmoe.budget.parts import attention_params, checked, mlp_params, routed
 from softmoe.models import ViTConfig
 
 

@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     size = None if arguments.memory is None else parse_bytes(arguments.memory)  # a typo shall not wait for torch
 
     from softmoe.budget.plan import DEVICES, Settings, most_experts, plans
-    from softmoe.budget.plan_report import plan_report, plan_values
+    from softmoe.budget.report import plan_report, plan_values
     from softmoe.models import model_config
 
     hardware = DEVICES[arguments.device]

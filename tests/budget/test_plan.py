@@ -8,7 +8,7 @@ from parallel.dry import trace_all
 from routers import moe_of
 
 from softmoe.budget.plan import DEVICES, Layout, Plan, Settings, best_plan, layouts, most_experts, plans
-from softmoe.budget.plan_report import plan_report
+from softmoe.budget.report import plan_report
 from softmoe.cli.plan import main, parse_bytes
 from softmoe.models import ViTConfig, model_config
 from softmoe.parallel import Sizes, check_experts
