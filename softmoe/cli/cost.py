@@ -1,32 +1,33 @@
 """`softmoe cost`: parameters and FLOPs of models, before anything runs."""
 
 import json
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal
 
-import tyro
+from softmoe.cli.parse import parse, parse_size
 
 
 @dataclass(frozen=True)
 class Arguments:
     """Parameters, multiply-accumulates and FLOPs per image, in total and by part."""
 
-    names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NAME")] = ()
+    names: tuple[str, ...] = ()
     """Models, like vit_s16, soft_s16_128e or experts_choice_b16_32e."""
+    _: KW_ONLY
     classes: int = 1000
     """Outputs of the head; 0 is a model without a head."""
     image_size: str = "224"
     """Pixels, or HEIGHTxWIDTH."""
     convention: Literal["ours", "paper"] = "ours"
     """Sparse routers: our dispatch by index, or the one-hot products that the paper's tables count."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: bool = False
     """Print exact numbers as JSON."""
-    paper: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    paper: bool = False
     """Print the cost columns of the paper's tables beside ours, and where they differ."""
 
 
 def main(argv: list[str]) -> int:
-    arguments = tyro.cli(Arguments, args=argv, prog="softmoe cost")
+    arguments = parse(Arguments, argv, "cost")
     if not arguments.names and not arguments.paper:
         raise ValueError("give the names of models (like soft_s16_128e), or --paper")
     if arguments.paper and arguments != Arguments(paper=True, json=arguments.json):
@@ -48,10 +49,3 @@ def main(argv: list[str]) -> int:
     else:
         print(report.models_report(models, arguments.convention))
     return 0
-
-
-def parse_size(text: str) -> int | tuple[int, int]:
-    sides = text.split("x")
-    if len(sides) > 2 or not all(side.isdecimal() for side in sides):
-        raise ValueError(f"--image-size must be pixels or HEIGHTxWIDTH, like 224 or 224x320, got {text!r}")
-    return int(sides[0]) if len(sides) == 1 else (int(sides[0]), int(sides[1]))

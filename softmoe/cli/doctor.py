@@ -1,11 +1,11 @@
 """`softmoe doctor MODEL_OR_RUN [DATA]`: what is wrong, in plain words."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import tyro
+from softmoe.cli.parse import parse
 
 if TYPE_CHECKING:
     from softmoe.data import Source
@@ -18,22 +18,23 @@ if TYPE_CHECKING:
 class Arguments:
     """Check a model or a run. Exit code 0 if nothing is wrong, 1 if something is."""
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: str
     """Folder of a run or of a saved model, or a Hub id (user/name)."""
-    data: Annotated[str | None, tyro.conf.Positional] = None
+    data: str | None = None
     """Source of images; of a run its own validation images if not given."""
+    _: KW_ONLY
     split: str | None = None
     """val if not given, or what the run used."""
     images: int = 64
     """Images to look at, chosen at random (always the same ones)."""
     batch_size: int = 32
     device: str = "auto"
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: bool = False
     """Print as JSON."""
 
 
 def main(argv: list[str]) -> int:
-    a = tyro.cli(Arguments, args=argv, prog="softmoe doctor")
+    a = parse(Arguments, argv, "doctor")
 
     from softmoe.report import load_run
 

@@ -1,40 +1,38 @@
 """`softmoe export MODEL --to FORMAT`: a file that runs without softmoe."""
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import tyro
-
-from softmoe.cli.cost import parse_size
+from softmoe.cli.parse import parse
 
 
 @dataclass(frozen=True)
 class Arguments:
     """Write a model as one file that runs without softmoe, for any batch size, and compare it with the model."""
 
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    model: str
     """Folder of a saved model or of a run, or a Hub id (user/name)."""
+    _: KW_ONLY
     to: Literal["torch-export", "onnx", "aoti"]
     """torch-export: any torch; onnx: ONNX Runtime and others; aoti: compiled for this kind of processor."""
     out: Path | None = None
     """File to write; the model's name with .pt2 or .onnx if not given. Beside it: a .json with its classes."""
-    image_size: str | None = None
+    image_size: int | tuple[int, int] | None = None
     """Pixels, or HEIGHTxWIDTH; the size the model was saved with if not given. It is fixed in the file."""
-    features: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    features: bool = False
     """Give the vector before the head instead of the logits."""
 
 
 def main(argv: list[str]) -> int:
-    a = tyro.cli(Arguments, args=argv, prog="softmoe export")
-    size = None if a.image_size is None else parse_size(a.image_size)
+    a = parse(Arguments, argv, "export")
 
     import torch
 
     from softmoe.evaluate import load
     from softmoe.inference.export import SUFFIX, export
 
-    loaded = load(a.model, device="cpu", image_size=size)
+    loaded = load(a.model, device="cpu", image_size=a.image_size)
     model = loaded.model.float()
     if a.features:
         model.head = torch.nn.Identity()

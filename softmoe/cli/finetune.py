@@ -4,8 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from softmoe import recipes
-from softmoe.cli.cost import parse_size
-from softmoe.cli.parse import parse_run
+from softmoe.cli.parse import parse_run, parse_size
 from softmoe.cli.train import finish, take
 from softmoe.train import TrainConfig, train
 from softmoe.train.describe import describe_run

@@ -1,14 +1,11 @@
 """`softmoe inspect MODEL DATA`: what the routers of a model do, as figures, numbers and a page."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import tyro
-
-from softmoe.cli.cost import parse_size
-from softmoe.cli.progress import percent_on_terminal
+from softmoe.cli.parse import parse, percent_on_terminal
 
 if TYPE_CHECKING:
     from softmoe.inspection import Inspection
@@ -18,10 +15,11 @@ if TYPE_CHECKING:
 class Arguments:
     """Look inside a model: write figures, inspect.json and inspect.html."""
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: str
     """Folder of a saved model or of a run, or a Hub id (user/name)."""
-    data: Annotated[str, tyro.conf.Positional]
+    data: str
     """Source of images: a folder with SPLIT/CLASS/IMAGE, or shapes, wds:PATTERN, hf:NAME, idx:PATH, digits."""
+    _: KW_ONLY
     split: str = "val"
     images: int = 16
     """Images to show in full on the page."""
@@ -31,7 +29,7 @@ class Arguments:
     """A second model, to stand beside the first."""
     out: Path | None = None
     """Folder to write into; the run's own if MODEL is one, else ./inspect."""
-    image_size: str | None = None
+    image_size: int | tuple[int, int] | None = None
     """Pixels, or HEIGHTxWIDTH; the size each model was saved with if not given."""
     batch_size: int = 32
     workers: int = 0
@@ -40,7 +38,7 @@ class Arguments:
 
 
 def main(argv: list[str]) -> int:
-    a = tyro.cli(Arguments, args=argv, prog="softmoe inspect")
+    a = parse(Arguments, argv, "inspect")
 
     from softmoe.inspection import plots
     from softmoe.inspection.inspect import write_inspection
@@ -65,8 +63,7 @@ def look(a: Arguments, name: str) -> "Inspection":
     from softmoe.evaluate.inputs import random_subset
     from softmoe.inspection.inspect import inspect_source
 
-    size = None if a.image_size is None else parse_size(a.image_size)
-    loaded = load(name, device=a.device, image_size=size)
+    loaded = load(name, device=a.device, image_size=a.image_size)
     source = random_subset(open_data(a.data, a.split), a.examples)
     classes = loaded.saved.classes or (source.classes if len(source.classes) == loaded.model.config.num_classes else ())
     return inspect_source(

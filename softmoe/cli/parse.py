@@ -1,21 +1,100 @@
 """From dataclasses to the command line and back, with tyro: the only file that knows how."""
 
-from dataclasses import field, fields, make_dataclass
-from typing import Annotated, Any
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, make_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
 import tyro
 
-from softmoe.models.config import router_options
-from softmoe.moe.routing import ROUTERS
-from softmoe.train import ModelSection, TrainConfig
+if TYPE_CHECKING:
+    from softmoe.train import TrainConfig
+
+Command = TypeVar("Command")
+SIZE = int | tuple[int, int] | None
 
 
-def parse_run(default: TrainConfig, argv: list[str], prog: str) -> tuple[TrainConfig, bool]:
+@dataclass(frozen=True, kw_only=True)
+class Printed:
+    """How a command shows its report."""
+
+    json: bool = False
+    """Print everything as JSON."""
+    output: Path | None = None
+    """Also write everything to this JSON file."""
+
+    def show(self, report: dict[str, Any], text: str) -> None:
+        whole = json.dumps(report, indent=2)
+        if self.output:
+            self.output.write_text(whole + "\n")
+        print(whole if self.json else text)
+
+
+def parse(command: type[Command], argv: list[str], name: str) -> Command:
+    """The command that the words describe.
+
+    Fields that Python takes by place are words by place, called like the field; the others are options. A flag turns
+    over what is the default, an image size is written 224 or 224x320, and of several names each is a word.
+    """
+    hints, given = get_type_hints(command), []
+    for f in fields(command):  # pyright: ignore[reportArgumentType]
+        hint = word_type(hints[f.name])
+        if not f.kw_only:
+            hint = Annotated[hint, tyro.conf.Positional, tyro.conf.arg(metavar=f.name.upper())]
+        given.append((f.name, hint, field(default=f.default, default_factory=f.default_factory, kw_only=f.kw_only)))
+    words = make_dataclass(command.__name__, given, bases=(command,), frozen=True)
+    config = (tyro.conf.FlagCreatePairsOff,)
+    found: Any = tyro.cli(words, args=argv, prog=f"softmoe {name}", description=command.__doc__, config=config)
+    values = {f.name: getattr(found, f.name) for f in fields(words)}
+    for key, value in values.items():
+        if hints[key] == SIZE and value is not None:
+            values[key] = parse_size(value)
+    return command(**values)
+
+
+def word_type(hint: Any) -> Any:
+    """What stands for a type on the command line."""
+    if hint == SIZE:
+        return str | None
+    if hint == (str | Path | None):
+        return Path | None
+    if {str, Path} <= set(get_args(hint)):
+        return str if len(get_args(hint)) == 2 else tuple[str, ...]
+    return hint
+
+
+def parse_size(text: str) -> int | tuple[int, int]:
+    sides = text.split("x")
+    if len(sides) > 2 or not all(side.isdecimal() for side in sides):
+        raise ValueError(f"--image-size must be pixels or HEIGHTxWIDTH, like 224 or 224x320, got {text!r}")
+    return int(sides[0]) if len(sides) == 1 else (int(sides[0]), int(sides[1]))
+
+
+def percent_on_terminal(what: str) -> Callable[[int, int], None] | None:
+    """A function of (done, all) that keeps one line on the terminal up to date; None where there is no terminal, so
+    that nothing is written into logs and pipes."""
+    if not sys.stderr.isatty():
+        return None
+
+    def show(done: int, total: int) -> None:
+        end = "\r" if done < total else "\r\033[K"
+        print(f"\r{what}: {done:,} of {total:,} images", end=end, file=sys.stderr, flush=True)
+
+    return show
+
+
+def parse_run(default: "TrainConfig", argv: list[str], prog: str) -> "tuple[TrainConfig, bool]":
     """The settings of a run with what the command line changes, and whether it is a dry run.
 
     The options of all routers stand among the settings of the model (--model.top-k), as the routers' configs declare
     and describe them. With another router the recipe's options that it does not have are left out.
     """
+    from softmoe.models.config import router_options
+    from softmoe.moe.routing import ROUTERS
+    from softmoe.train import ModelSection, TrainConfig
+
     types = {name: hint for name, hint in router_options().items() if name != "num_experts"}
     leaves = [
         c for c in ROUTERS.values() if not any(c is not other and issubclass(other, c) for other in ROUTERS.values())

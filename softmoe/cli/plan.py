@@ -1,18 +1,19 @@
 """`softmoe plan`: memory, traffic and time of training on many devices, before there are any."""
 
 import json
-from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Literal
 
-import tyro
+from softmoe.cli.parse import parse
 
 
 @dataclass(frozen=True)
 class Arguments:
     """Which layouts of a model fit on so many devices, and which is the fastest."""
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: str
     """A model, like soft_s16_128e or soft_h14_256e."""
+    _: KW_ONLY
     devices: int = 8
     memory: str | None = None
     """Of one device, like 40GB; None is that of the device."""
@@ -25,12 +26,12 @@ class Arguments:
     optimizer: Literal["adamw", "sgd"] = "adamw"
     classes: int = 1000
     image_size: int = 224
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: bool = False
     """Print exact numbers as JSON."""
 
 
 def main(argv: list[str]) -> int:
-    arguments = tyro.cli(Arguments, args=argv, prog="softmoe plan")
+    arguments = parse(Arguments, argv, "plan")
     size = None if arguments.memory is None else parse_bytes(arguments.memory)  # a typo shall not wait for torch
 
     from softmoe.budget.plan import DEVICES, Settings, most_experts, plans

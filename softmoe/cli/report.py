@@ -1,31 +1,33 @@
 """`softmoe report RUNS...`: one page for one or several runs."""
 
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Annotated
 
-import tyro
+from softmoe.cli.parse import parse
 
 
-def run(
-    runs: Annotated[list[Path], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
-    output: Path | None = None,
-    title: str | None = None,
-) -> None:
-    """Write a page with the table, curves, differing settings and router health of runs.
+@dataclass(frozen=True)
+class Arguments:
+    """Write a page with the table, curves, differing settings and router health of runs."""
 
-    Args:
-        runs: Folders of runs.
-        output: Where the page goes; report.html in the first run's folder if not given.
-        title: Title of the page.
-    """
-    from softmoe.report import load_run, summary_table, write_report
-    from softmoe.report.summary import as_text
-
-    records = [load_run(folder) for folder in runs]
-    print(as_text(summary_table(records)))
-    print(write_report(records, output or runs[0] / "report.html", title=title))
+    runs: tuple[Path, ...]
+    """Folders of runs."""
+    _: KW_ONLY
+    output: Path | None = None
+    """Where the page goes; report.html in the first run's folder if not given."""
+    title: str | None = None
+    """Title of the page."""
 
 
 def main(argv: list[str]) -> int:
-    tyro.cli(run, prog="softmoe report", args=argv)
+    a = parse(Arguments, argv, "report")
+
+    from softmoe.report import load_run, summary_table, write_report
+    from softmoe.report.summary import as_text
+
+    if not a.runs:
+        raise ValueError("give the folders of runs: softmoe report RUNS...")
+    records = [load_run(folder) for folder in a.runs]
+    print(as_text(summary_table(records)))
+    print(write_report(records, a.output or a.runs[0] / "report.html", title=a.title))
     return 0

@@ -4,52 +4,25 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import tyro
+from softmoe.cli.parse import parse, percent_on_terminal
+from softmoe.evaluate import Search
+from softmoe.evaluate.search import write_page
 
-from softmoe.cli.progress import percent_on_terminal
 
-
-@dataclass(frozen=True)
-class Arguments:
+@dataclass(frozen=True, kw_only=True)
+class Arguments(Search):
     """Find images by a sentence, and write a page with thumbnails."""
 
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """Folder of a saved model with two towers or of its run, or a Hub id (user/name)."""
-    query: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TEXT")]
-    images: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
-    """Folders (with all below them), image files and patterns."""
-    top: int = 24
-    """Images to show."""
     out: Path = Path("search.html")
     """Where the page goes."""
-    batch_size: int = 64
-    workers: int = 0
-    """Processes that read images."""
-    device: str = "auto"
-    no_cache: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Do not keep the features in $SOFTMOE_CACHE (or ~/.cache/softmoe)."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: bool = False
     """Print the result as JSON and write no page."""
 
 
 def main(argv: list[str]) -> int:
-    a = tyro.cli(Arguments, args=argv, prog="softmoe search")
-
-    from softmoe.evaluate.search import search, write_page
-
-    found = search(
-        a.model,
-        a.query,
-        a.images,
-        top=a.top,
-        batch_size=a.batch_size,
-        workers=a.workers,
-        device=a.device,
-        cache=not a.no_cache,
-        progress=percent_on_terminal("features"),
-    )
+    a = parse(Arguments, argv, "search")
+    found = a.run(percent_on_terminal("features"))
     if a.json:
         print(json.dumps(found.to_dict(), indent=2))
         return 0

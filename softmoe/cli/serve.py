@@ -1,19 +1,18 @@
 """`softmoe serve MODEL`: classes and embeddings over HTTP."""
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal
 
-import tyro
-
-from softmoe.cli.cost import parse_size
+from softmoe.cli.parse import parse
 
 
 @dataclass(frozen=True)
 class Arguments:
     """Answer images sent over HTTP with their classes (POST /classify) or embeddings (POST /embed)."""
 
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    model: str
     """Folder of a saved model or of a run, or a Hub id (user/name)."""
+    _: KW_ONLY
     host: str = "127.0.0.1"
     port: int = 8000
     """0 takes any free port."""
@@ -35,14 +34,13 @@ class Arguments:
     """Seconds for a request."""
     threads: int | None = None
     """Processor threads of the model."""
-    image_size: str | None = None
+    image_size: int | tuple[int, int] | None = None
     """Pixels, or HEIGHTxWIDTH; the size the model was saved with if not given."""
     device: str = "auto"
 
 
 def main(argv: list[str]) -> int:
-    a = tyro.cli(Arguments, args=argv, prog="softmoe serve")
-    size = None if a.image_size is None else parse_size(a.image_size)
+    a = parse(Arguments, argv, "serve")
 
     import torch
 
@@ -57,7 +55,7 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"threads must be at least 1, got {a.threads}")
     if a.threads is not None:
         torch.set_num_threads(a.threads)
-    loaded = load(a.model, device=a.device, image_size=size, weights=a.weights)
+    loaded = load(a.model, device=a.device, image_size=a.image_size, weights=a.weights)
     answers = Answers(loaded, top=a.top, max_pixels=a.max_pixels)
     show = {
         "classify": lambda answer: {"classes": [{"class": name, "probability": p} for name, p in answer.classes]},

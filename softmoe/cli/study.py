@@ -1,18 +1,19 @@
 """`softmoe study NAME`: one of the paper's experiments, at a size of your choice."""
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import tyro
+from softmoe.cli.parse import parse
 
 
 @dataclass(frozen=True)
 class Arguments:
     """Run one of the paper's experiments: its grid, its figure with the paper's numbers beside, and a verdict."""
 
-    names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
+    names: tuple[str, ...]
     """Which, one or several; `softmoe study` lists them. They share the runs they have in common."""
+    _: KW_ONLY
     scale: Literal["tiny", "small", "paper"] = "small"
     """tiny: seconds, on generated images; small: 45 seconds a run on one core; paper: as the paper did it."""
     data: str | None = None
@@ -27,9 +28,9 @@ class Arguments:
     """Runs, tables, figures and verdicts go here. What is done already is not done again."""
     jobs: int = 1
     """Runs at the same time, a process of one thread (and one GPU, if there are) each."""
-    collect: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    collect: bool = False
     """Run nothing: write table, figure and verdict of what is done."""
-    dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    dry_run: bool = False
     """Print the number of runs, FLOPs and time, and stop."""
 
 
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> int:
     if not argv:
         print("usage: softmoe study NAME... [--help]\n\n" + "\n".join(f"  {name:<20}{about(name)}" for name in names()))
         return 2
-    a = tyro.cli(Arguments, args=argv, prog="softmoe study")
+    a = parse(Arguments, argv, "study")
     studies = [find(name) for name in a.names]
 
     from softmoe.studies.driver import run_study

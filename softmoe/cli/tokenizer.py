@@ -1,18 +1,18 @@
 """`softmoe tokenizer train DATA --size 8192 --out FILE`, `softmoe tokenizer show FILE TEXT`."""
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Annotated
 
-import tyro
+from softmoe.cli.parse import parse
 
 
 @dataclass(frozen=True)
 class Train:
     """Learn a tokenizer from the captions of a source."""
 
-    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
+    data: str
     """Source of images with captions: wds:PATTERN, pairs:PATH, hf:NAME, shapes."""
+    _: KW_ONLY
     size: int = 8192
     """Tokens, at most."""
     out: Path = Path("tokenizer.json")
@@ -20,7 +20,7 @@ class Train:
     split: str = "train"
     examples: int = 100_000
     """Look at the captions of so many images at most, drawn at random."""
-    keep_case: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    keep_case: bool = False
     """Learn capital letters too; train with --text.lower False then."""
 
 
@@ -28,10 +28,11 @@ class Train:
 class Show:
     """What a tokenizer makes of a text."""
 
-    file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
-    text: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TEXT")]
+    file: Path
+    text: str
+    _: KW_ONLY
     length: int = 16
-    keep_case: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    keep_case: bool = False
 
 
 def main(argv: list[str]) -> int:
@@ -41,7 +42,7 @@ def main(argv: list[str]) -> int:
         return 0 if argv else 2
     if argv[0] not in commands:
         raise ValueError(f"softmoe tokenizer has the commands train and show, not {argv[0]!r}")
-    a = tyro.cli(commands[argv[0]], args=argv[1:], prog=f"softmoe tokenizer {argv[0]}")
+    a = parse(commands[argv[0]], argv[1:], f"tokenizer {argv[0]}")
     return train(a) if isinstance(a, Train) else show(a)
 
 

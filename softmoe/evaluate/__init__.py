@@ -1,31 +1,38 @@
 """Model and data -> named numbers: accuracy, few-shot, nearest neighbors, linear probe, prediction; and with texts
 zero-shot, retrieval, search."""
 
-from softmoe.evaluate.api import evaluate, predict
+from softmoe.evaluate.api import Evaluate, FewShot, Predict, evaluate, fewshot, predict
 from softmoe.evaluate.classify import Totals, classification, count
 from softmoe.evaluate.features import Features, extract
 from softmoe.evaluate.fewshot import FewShotResult, few_shot
 from softmoe.evaluate.inputs import Loaded, evaluation_transform, find_images, load, open_data
 from softmoe.evaluate.prediction import Prediction, Unreadable, predict_files
-from softmoe.evaluate.retrieval import retrieve
-from softmoe.evaluate.search import search
+from softmoe.evaluate.retrieval import Retrieve, retrieve
+from softmoe.evaluate.search import Search, search
 from softmoe.evaluate.towers import Towers, load_towers
-from softmoe.evaluate.zeroshot import zeroshot
+from softmoe.evaluate.zeroshot import ZeroShot, zeroshot
 
 __all__ = [
+    "Evaluate",
     "Features",
+    "FewShot",
     "FewShotResult",
     "Loaded",
+    "Predict",
     "Prediction",
+    "Retrieve",
+    "Search",
     "Totals",
     "Towers",
     "Unreadable",
+    "ZeroShot",
     "classification",
     "count",
     "evaluate",
     "evaluation_transform",
     "extract",
     "few_shot",
+    "fewshot",
     "find_images",
     "load",
     "load_towers",

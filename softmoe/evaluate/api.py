@@ -1,12 +1,13 @@
 """From names to numbers in one call: what the commands do, for use from Python."""
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from softmoe.data import Batch, Source, evaluation_batches
 from softmoe.evaluate.classify import Beside, Loss, count, outputs_of
+from softmoe.evaluate.command import Names, OverFeatures, OverImages, as_list, function
 from softmoe.evaluate.features import Features, Progress, extract
 from softmoe.evaluate.fewshot import SHOTS, Protocol, few_shot
 from softmoe.evaluate.inputs import (
@@ -25,125 +26,142 @@ from softmoe.evaluate.prediction import Prediction, Unreadable, predict_files
 from softmoe.inference import Storage
 
 
-def evaluate(
-    model: str | Path,
-    data: str,
-    *,
-    split: str = "val",
-    labels: str | Path | None = None,
-    examples: int | None = None,
-    image_size: int | tuple[int, int] | None = None,
-    loss: Loss = "softmax",
-    batch_size: int = 128,
-    workers: int = 0,
-    device: str = "auto",
-    weights: Storage | None = None,
-    agreement: bool = False,
-    progress: Progress | None = None,
-) -> dict[str, Any]:
-    """Accuracy, loss and calibration of a saved model on data, with a row for every class, as plain values for JSON.
+@dataclass(frozen=True)
+class Evaluate(OverImages):
+    """Accuracy, loss and calibration of a saved model, with a row for every class."""
 
-    `labels` is a JSON file of labels to use instead of the data's, several per image (ReaL). `weights` prepares the
-    model for inference, with experts stored so; `agreement` also runs it as it was saved and counts how often both
-    put the same class first.
-    """
-    loaded = load(model, device=device, image_size=image_size, weights=weights)
-    judged = Beside(loaded.model, load(model, device=device).model) if agreement else loaded.model
-    outputs = outputs_of(loaded.model)
-    source = random_subset(open_data(data, split), examples)
-    if labels is None:
-        matched, how = match_classes(source, loaded.saved.classes, outputs)
-    else:
-        matched, how = NewLabels(source, read_labels(labels), loaded.class_names()), "file"
-    broken: list[tuple[str, str]] = []
+    model: str | Path
+    """Folder of a saved model or of a run, or a Hub id (user/name)."""
+    data: str
+    """Source of images: a folder with SPLIT/CLASS/IMAGE, or shapes, wds:PATTERN, hf:NAME, idx:PATH, digits."""
+    _: KW_ONLY
+    split: str = "val"
+    labels: str | Path | None = None
+    """JSON of labels to use instead, several per image: a list by image number (ReaL's form) or an object by name."""
+    examples: int | None = None
+    """Evaluate on so many images only, chosen at random (always the same ones)."""
+    loss: Loss = "softmax"
+    """The loss the model was trained with; also decides what confidence means."""
+    weights: Storage | None = None
+    """Prepare the model for fast inference, with its experts stored so; mapped: for models larger than the memory."""
+    agreement: bool = False
+    """With --weights: also run the model as saved, and say how often both put the same class first."""
 
-    def watched():
-        done = 0
-        for batch in evaluation_batches(matched, loaded.transform, batch_size, workers=workers):
-            broken.extend(batch.broken)
-            yield batch
-            done += _size(batch)
-            if progress is not None:
-                progress(done, len(matched))
+    def run(self, progress: Progress | None = None) -> dict[str, Any]:
+        """Named numbers and what they were measured on, as plain values for JSON."""
+        loaded = load(self.model, device=self.device, image_size=self.image_size, weights=self.weights)
+        judged = Beside(loaded.model, load(self.model, device=self.device).model) if self.agreement else loaded.model
+        outputs = outputs_of(loaded.model)
+        source = random_subset(open_data(self.data, self.split), self.examples)
+        if self.labels is None:
+            matched, how = match_classes(source, loaded.saved.classes, outputs)
+        else:
+            matched, how = NewLabels(source, read_labels(self.labels), loaded.class_names()), "file"
+        broken: list[tuple[str, str]] = []
 
-    totals = count(judged, watched(), loss=loss)
-    return {
-        **_about(loaded, {data: matched}, split=split),
-        "weights": weights or "as saved",
-        "numbers": totals.numbers() | (judged.numbers() if isinstance(judged, Beside) else {}),
-        "images": totals.images,
-        "unlabeled": totals.unlabeled,
-        "unreadable": [{"image": name, "reason": reason} for name, reason in broken],
-        "multi_label": matched.multi_label,
-        "classes_matched_by": how,
-        "classes": totals.class_table(loaded.saved.classes or matched.classes),
-        "calibration": totals.calibration_table(),
-    }
+        def watched() -> Iterator[Batch]:
+            done = 0
+            for batch in evaluation_batches(matched, loaded.transform, self.batch_size, workers=self.workers):
+                broken.extend(batch.broken)
+                yield batch
+                done += len(batch) + len(batch.broken)
+                if progress is not None:
+                    progress(done, len(matched))
 
-
-def fewshot(
-    model: str | Path,
-    data: Sequence[str],
-    *,
-    shots: Sequence[int] = SHOTS,
-    seeds: int = 3,
-    protocol: Protocol = "loo",
-    knn: bool = False,
-    linear: bool = False,
-    train_split: str = "train",
-    test_split: str = "val",
-    train_examples: int | None = None,
-    test_examples: int | None = None,
-    image_size: int | tuple[int, int] | None = None,
-    batch_size: int = 128,
-    workers: int = 0,
-    device: str = "auto",
-    cache: bool = True,
-    progress: Progress | None = None,
-) -> dict[str, Any]:
-    """Few-shot accuracy of a saved model's features on data sets; nearest neighbors and a probe if asked."""
-    names = [data] if isinstance(data, str) else list(data)
-    loaded = load(model, device=device, image_size=image_size)
-    sources = {}
-    for name in names:
-        parts = (open_data(name, train_split), train_examples), (open_data(name, test_split), test_examples)
-        sources[name] = tuple(random_subset(source, examples) for source, examples in parts)
-
-    def features(source: Source) -> Features:
-        options: dict[str, Any] = {"batch_size": batch_size, "workers": workers, "cache": cache, "progress": progress}
-        return extract(loaded.model, source, loaded.transform, **options)
-
-    pairs = {name: (features(train), features(test)) for name, (train, test) in sources.items()}
-    report = {
-        **_about(loaded, {name: pair[1] for name, pair in sources.items()}, split=test_split),
-        "train_data": {name: pair[0].fingerprint for name, pair in sources.items()},
-        "images": {name: {"train": len(train), "test": len(test)} for name, (train, test) in pairs.items()},
-        "fewshot": few_shot(pairs, shots=shots, seeds=seeds, protocol=protocol).to_dict(),
-    }
-    if knn:
-        report["knn"] = {name: nearest_neighbors(*pair) for name, pair in pairs.items()}
-    if linear:
-        report["linear_probe"] = {name: linear_probe(*pair) for name, pair in pairs.items()}
-    return report
+        totals = count(judged, watched(), loss=self.loss)
+        return {
+            **_about(loaded, {self.data: matched}, split=self.split),
+            "weights": self.weights or "as saved",
+            "numbers": totals.numbers() | (judged.numbers() if isinstance(judged, Beside) else {}),
+            "images": totals.images,
+            "unlabeled": totals.unlabeled,
+            "unreadable": [{"image": name, "reason": reason} for name, reason in broken],
+            "multi_label": matched.multi_label,
+            "classes_matched_by": how,
+            "classes": totals.class_table(loaded.saved.classes or matched.classes),
+            "calibration": totals.calibration_table(),
+        }
 
 
-def predict(
-    model: str | Path,
-    images: str | Path | Sequence[str | Path],
-    *,
-    top: int = 5,
-    image_size: int | tuple[int, int] | None = None,
-    batch_size: int = 64,
-    workers: int = 0,
-    device: str = "auto",
-    weights: Storage | None = None,
-) -> tuple[list[Prediction], list[Unreadable]]:
-    """The likeliest classes and the features of image files, folders and patterns; and what was unreadable."""
-    names = [images] if isinstance(images, str | Path) else images
-    paths = find_images([str(name) for name in names])
-    loaded = load(model, device=device, image_size=image_size, weights=weights)
-    found = list(predict_files(loaded, paths, top=top, batch_size=batch_size, workers=workers))
-    return [p for p in found if isinstance(p, Prediction)], [u for u in found if isinstance(u, Unreadable)]
+@dataclass(frozen=True)
+class FewShot(OverFeatures):
+    """Few-shot accuracy of a saved model's features, by ridge regression in closed form."""
+
+    model: str | Path
+    """Folder of a saved model or of a run, or a Hub id (user/name)."""
+    data: Names
+    """Sources of images, each with a training and a test split."""
+    _: KW_ONLY
+    shots: tuple[int, ...] = SHOTS
+    """Training images of each class."""
+    seeds: int = 3
+    """Draws of training images; the mean is reported."""
+    protocol: Protocol = "loo"
+    """loo chooses the penalty without the test set; paper chooses it by test accuracy, as the paper does."""
+    knn: bool = False
+    """Also classify by nearest neighbors among all training images."""
+    linear: bool = False
+    """Also train a linear classifier on all training images."""
+    train_split: str = "train"
+    test_split: str = "val"
+    train_examples: int | None = None
+    """Take the shots from so many training images, chosen at random, instead of from all."""
+    test_examples: int | None = None
+
+    def run(self, progress: Progress | None = None) -> dict[str, Any]:
+        """Accuracies by data and number of shots; nearest neighbors and a probe if asked."""
+        loaded = load(self.model, device=self.device, image_size=self.image_size)
+        sources = {name: (self.part(name, "train"), self.part(name, "test")) for name in as_list(self.data)}
+
+        def features(source: Source) -> Features:
+            return extract(loaded.model, source, loaded.transform, **self.feature_options(progress))
+
+        pairs = {name: (features(train), features(test)) for name, (train, test) in sources.items()}
+        found = few_shot(pairs, shots=self.shots, seeds=self.seeds, protocol=self.protocol)
+        report = {
+            **_about(loaded, {name: pair[1] for name, pair in sources.items()}, split=self.test_split),
+            "train_data": {name: pair[0].fingerprint for name, pair in sources.items()},
+            "images": {name: {"train": len(train), "test": len(test)} for name, (train, test) in pairs.items()},
+            "fewshot": found.to_dict(),
+        }
+        if self.knn:
+            report["knn"] = {name: nearest_neighbors(*pair) for name, pair in pairs.items()}
+        if self.linear:
+            report["linear_probe"] = {name: linear_probe(*pair) for name, pair in pairs.items()}
+        return report
+
+    def part(self, name: str, part: str) -> Source:
+        """Open the training or the test images of a source."""
+        split, examples = getattr(self, f"{part}_split"), getattr(self, f"{part}_examples")
+        return random_subset(open_data(name, split), examples)
+
+
+@dataclass(frozen=True)
+class Predict(OverImages):
+    """The likeliest classes of images."""
+
+    model: str | Path
+    """Folder of a saved model or of a run, or a Hub id (user/name)."""
+    images: Names
+    """Image files, folders (with all below them) and patterns."""
+    _: KW_ONLY
+    top: int = 5
+    """Classes for each image."""
+    batch_size: int = 64
+    weights: Storage | None = None
+    """Prepare the model for fast inference, with its experts stored so; mapped: for models larger than the memory."""
+
+    def run(self, progress: Progress | None = None) -> tuple[list[Prediction], list[Unreadable]]:
+        """Classes and features of what can be read, and what cannot."""
+        paths = find_images(as_list(self.images))
+        loaded = load(self.model, device=self.device, image_size=self.image_size, weights=self.weights)
+        found = list(predict_files(loaded, paths, top=self.top, batch_size=self.batch_size, workers=self.workers))
+        return [p for p in found if isinstance(p, Prediction)], [u for u in found if isinstance(u, Unreadable)]
+
+
+evaluate = function(Evaluate)
+fewshot = function(FewShot)
+predict = function(Predict)
 
 
 def _about(loaded: Loaded, data: dict[str, Source], *, split: str) -> dict[str, Any]:
@@ -155,7 +173,3 @@ def _about(loaded: Loaded, data: dict[str, Source], *, split: str) -> dict[str, 
         "data": {name: source.fingerprint for name, source in data.items()},
         "split": split,
     }
-
-
-def _size(batch: Batch) -> int:
-    return len(batch) + len(batch.broken)

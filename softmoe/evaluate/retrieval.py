@@ -7,6 +7,7 @@ score within TIE of the right one's counts as above it: a model that says the sa
 """
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from softmoe.data import Captioned, captions_of
+from softmoe.evaluate.command import OverFeatures, function
 from softmoe.evaluate.features import Progress
 from softmoe.evaluate.inputs import open_data, random_subset
 from softmoe.evaluate.towers import load_towers
@@ -23,41 +25,44 @@ TIE = 1e-9
 _BLOCK = 1024
 
 
-def retrieve(
-    model: str | Path,
-    data: str,
-    *,
-    split: str = "val",
-    examples: int | None = None,
-    image_size: int | tuple[int, int] | None = None,
-    batch_size: int = 128,
-    workers: int = 0,
-    device: str = "auto",
-    cache: bool = True,
-    progress: Progress | None = None,
-) -> dict[str, Any]:
-    """Recall at 1, 5 and 10 both ways, with all captions of every image. Images without a caption are left out."""
-    source = Captioned(random_subset(open_data(data, split), examples), data)
-    towers = load_towers(model, device=device, image_size=image_size)
-    options: dict[str, Any] = {"batch_size": batch_size, "workers": workers, "cache": cache, "progress": progress}
-    image_nE, features = towers.embed_images(source, **options)
-    texts, owners = [], []
-    for row, captions in enumerate(captions_of(source, features.indices)):
-        texts += captions
-        owners += [row] * len(captions)
-    owner_t, number_n = torch.tensor(owners), torch.arange(len(image_nE))
-    text_tE = towers.embed_texts(texts)
-    return {
-        "model": str(towers.saved.folder),
-        "model_fingerprint": towers.saved.fingerprint,
-        "data": {data: source.fingerprint},
-        "split": split,
-        "images": len(image_nE),
-        "captions": len(texts),
-        "left_out": len(source) - len(image_nE),
-        "image_to_text": recalls(ranks(image_nE, number_n, text_tE, owner_t)),
-        "text_to_image": recalls(ranks(text_tE, owner_t, image_nE, number_n)),
-    }
+@dataclass(frozen=True)
+class Retrieve(OverFeatures):
+    """Recall at 1, 5 and 10 of two towers, both ways, among all images and all captions of the data."""
+
+    model: str | Path
+    """Folder of a saved model with two towers or of its run, or a Hub id (user/name)."""
+    data: str
+    """Source of images with captions: wds:PATTERN, pairs:PATH, hf:NAME, shapes."""
+    _: KW_ONLY
+    split: str = "val"
+    examples: int | None = None
+    """Search among so many images only, chosen at random (always the same ones)."""
+
+    def run(self, progress: Progress | None = None) -> dict[str, Any]:
+        """Recalls with all captions of every image. Images without a caption are left out."""
+        source = Captioned(random_subset(open_data(self.data, self.split), self.examples), self.data)
+        towers = load_towers(self.model, device=self.device, image_size=self.image_size)
+        image_nE, features = towers.embed_images(source, **self.feature_options(progress))
+        texts, owners = [], []
+        for row, captions in enumerate(captions_of(source, features.indices)):
+            texts += captions
+            owners += [row] * len(captions)
+        owner_t, number_n = torch.tensor(owners), torch.arange(len(image_nE))
+        text_tE = towers.embed_texts(texts)
+        return {
+            "model": str(towers.saved.folder),
+            "model_fingerprint": towers.saved.fingerprint,
+            "data": {self.data: source.fingerprint},
+            "split": self.split,
+            "images": len(image_nE),
+            "captions": len(texts),
+            "left_out": len(source) - len(image_nE),
+            "image_to_text": recalls(ranks(image_nE, number_n, text_tE, owner_t)),
+            "text_to_image": recalls(ranks(text_tE, owner_t, image_nE, number_n)),
+        }
+
+
+retrieve = function(Retrieve)
 
 
 def recalls(rank: Tensor, at: Sequence[int] = AT) -> dict[str, float]:

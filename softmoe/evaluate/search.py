@@ -5,7 +5,7 @@ import glob
 import io
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from softmoe import __version__
 from softmoe.data import BrokenImage
 from softmoe.data.source import fingerprint
 from softmoe.data.tokenizer import normal_text
+from softmoe.evaluate.command import Names, OverFeatures, as_list, function
 from softmoe.evaluate.features import Progress
 from softmoe.evaluate.inputs import FileSource, find_images
 from softmoe.evaluate.towers import load_towers
@@ -60,41 +61,46 @@ def _facts(path: Path) -> str:
     return f"{path}\0{status.st_size}\0{status.st_mtime_ns}"
 
 
-def search(
-    model: str | Path,
-    query: str,
-    images: Sequence[str | Path] | str | Path,
-    *,
-    top: int = 24,
-    image_size: int | tuple[int, int] | None = None,
-    batch_size: int = 64,
-    workers: int = 0,
-    device: str = "auto",
-    cache: bool = True,
-    progress: Progress | None = None,
-) -> Hits:
-    """The `top` images of files, folders and patterns that are nearest to the text; equal ones in order of name.
+@dataclass(frozen=True)
+class Search(OverFeatures):
+    """Find images by a sentence.
 
     The first search of a folder computes its features; later ones, for any text, read them from the cache.
     """
-    if not normal_text(query):
-        raise ValueError("the text to search for is empty")
-    if top < 1:
-        raise ValueError(f"top must be at least 1, got {top}")
-    names = [images] if isinstance(images, str | Path) else images
-    for name in names:
-        if not os.path.lexists(Path(name).expanduser()) and not glob.has_magic(str(name)):
-            raise ValueError(
-                f"there is no image file or folder {str(name)!r}; the text to search for is one argument, in quotes"
-            )
-    source = FilesAsTheyAre(find_images([str(name) for name in names]))
-    towers = load_towers(model, device=device, image_size=image_size)
-    options: dict[str, Any] = {"batch_size": batch_size, "workers": workers, "cache": cache, "progress": progress}
-    image_nE, features = towers.embed_images(source, **options)
-    score_n = image_nE @ towers.embed_texts([query])[0]
-    order = score_n.argsort(descending=True, stable=True)[:top].tolist()
-    hits = tuple(Hit(source.paths[int(features.indices[row])], float(score_n[row])) for row in order)
-    return Hits(query, hits, len(image_nE), len(source) - len(image_nE))
+
+    model: str | Path
+    """Folder of a saved model with two towers or of its run, or a Hub id (user/name)."""
+    query: str
+    """The sentence, in quotes."""
+    images: Names
+    """Folders (with all below them), image files and patterns."""
+    _: KW_ONLY
+    top: int = 24
+    """Images to show."""
+    batch_size: int = 64
+
+    def run(self, progress: Progress | None = None) -> Hits:
+        """The `top` images that are nearest to the text; equal ones in order of name."""
+        if not normal_text(self.query):
+            raise ValueError("the text to search for is empty")
+        if self.top < 1:
+            raise ValueError(f"top must be at least 1, got {self.top}")
+        names = as_list(self.images)
+        for name in names:
+            if not os.path.lexists(Path(name).expanduser()) and not glob.has_magic(name):
+                raise ValueError(
+                    f"there is no image file or folder {name!r}; the text to search for is one argument, in quotes"
+                )
+        source = FilesAsTheyAre(find_images(names))
+        towers = load_towers(self.model, device=self.device, image_size=self.image_size)
+        image_nE, features = towers.embed_images(source, **self.feature_options(progress))
+        score_n = image_nE @ towers.embed_texts([self.query])[0]
+        order = score_n.argsort(descending=True, stable=True)[: self.top].tolist()
+        hits = tuple(Hit(source.paths[int(features.indices[row])], float(score_n[row])) for row in order)
+        return Hits(self.query, hits, len(image_nE), len(source) - len(image_nE))
+
+
+search = function(Search)
 
 
 def write_page(found: Hits, path: Path) -> Path:

@@ -9,6 +9,7 @@ goes, all in lower case. Ties count as misses.
 
 import re
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from softmoe.data import Source
+from softmoe.evaluate.command import OverFeatures, function
 from softmoe.evaluate.features import Progress
 from softmoe.evaluate.inputs import open_data, random_subset
 from softmoe.evaluate.retrieval import TIE
@@ -43,46 +45,58 @@ def canonical(text: str) -> str:
     return " ".join(_PLACE.join(re.sub(r"[^\w\s]", "", part) for part in parts).lower().split())
 
 
-def zeroshot(
-    model: str | Path,
-    data: str,
-    *,
-    split: str = "val",
-    classes: str | Path | None = None,
-    templates: Sequence[str] | None = None,
-    examples: int | None = None,
-    image_size: int | tuple[int, int] | None = None,
-    batch_size: int = 128,
-    workers: int = 0,
-    device: str = "auto",
-    cache: bool = True,
-    progress: Progress | None = None,
-) -> dict[str, Any]:
-    """Top-1 and top-5 of two towers on data with classes. `classes` is a JSON file with other names for them."""
-    source = random_subset(open_data(data, split), examples)
-    if not source.classes:
-        raise ValueError("this data has no classes, so nothing can be right or wrong; try `softmoe retrieve`")
-    names = class_names(source, classes)
-    prompts = check_templates(TEMPLATES if templates is None else templates)
-    towers = load_towers(model, device=device, image_size=image_size)
-    options: dict[str, Any] = {"batch_size": batch_size, "workers": workers, "cache": cache, "progress": progress}
-    image_nE, features = towers.embed_images(source, **options)
-    class_CE = class_vectors(towers, names, prompts)
-    rank_n = ranks(image_nE, torch.from_numpy(features.labels), class_CE)
-    labeled = rank_n[rank_n >= 0]
-    if not len(labeled):
-        raise ValueError("there is nothing to evaluate on: no image has a label")
-    return {
-        "model": str(towers.saved.folder),
-        "model_fingerprint": towers.saved.fingerprint,
-        "data": {data: source.fingerprint},
-        "split": split,
-        "numbers": {f"top{k}": float((labeled < k).double().mean()) for k in (1, 5)},
-        "chance": 1 / len(names),
-        "images": len(labeled),
-        "classes": list(names),
-        "templates": list(prompts),
-    }
+@dataclass(frozen=True)
+class ZeroShot(OverFeatures):
+    """Accuracy of two towers that know the classes by name only."""
+
+    model: str | Path
+    """Folder of a saved model with two towers or of its run, or a Hub id (user/name)."""
+    data: str
+    """Source of images with classes: a folder with SPLIT/CLASS/IMAGE, or shapes, wds:PATTERN, hf:NAME."""
+    _: KW_ONLY
+    split: str = "val"
+    classes: str | Path | None = None
+    """JSON with names for the classes: a list in the order of the labels, or an object by the data's names."""
+    templates: tuple[str, ...] | None = None
+    """Sentences with {} where the name goes, or one .txt file with one a line."""
+    examples: int | None = None
+    """Evaluate on so many images only, chosen at random (always the same ones)."""
+
+    def run(self, progress: Progress | None = None) -> dict[str, Any]:
+        """Top-1 and top-5, the chance of a guess, and what was measured."""
+        source = random_subset(open_data(self.data, self.split), self.examples)
+        if not source.classes:
+            raise ValueError("this data has no classes, so nothing can be right or wrong; try `softmoe retrieve`")
+        names = class_names(source, self.classes)
+        prompts = check_templates(TEMPLATES if self.templates is None else read_templates(self.templates))
+        towers = load_towers(self.model, device=self.device, image_size=self.image_size)
+        image_nE, features = towers.embed_images(source, **self.feature_options(progress))
+        class_CE = class_vectors(towers, names, prompts)
+        rank_n = ranks(image_nE, torch.from_numpy(features.labels), class_CE)
+        labeled = rank_n[rank_n >= 0]
+        if not len(labeled):
+            raise ValueError("there is nothing to evaluate on: no image has a label")
+        return {
+            "model": str(towers.saved.folder),
+            "model_fingerprint": towers.saved.fingerprint,
+            "data": {self.data: source.fingerprint},
+            "split": self.split,
+            "numbers": {f"top{k}": float((labeled < k).double().mean()) for k in (1, 5)},
+            "chance": 1 / len(names),
+            "images": len(labeled),
+            "classes": list(names),
+            "templates": list(prompts),
+        }
+
+
+zeroshot = function(ZeroShot)
+
+
+def read_templates(given: Sequence[str]) -> Sequence[str]:
+    """The sentences as given, or the lines of one .txt file."""
+    if len(given) != 1 or not given[0].endswith(".txt"):
+        return given
+    return [line.strip() for line in Path(given[0]).read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
 def class_vectors(towers: Towers, names: Sequence[str], templates: Sequence[str]) -> Tensor:
