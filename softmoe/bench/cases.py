@@ -140,7 +140,7 @@ def compare_prepared(
     """Time a plain module beside its prepared forms, batch by batch."""
     possible: list[Weights] = [weights for weights in stored if weights != "int8_dynamic" or kernel.has_bytes()]
     modules = {"plain float32": plain} | {weights: prepare(plain, weights) for weights in possible}
-    how = "" if kernel.available() else " (no compiler)"
+    how = "" if kernel.KERNEL.available else " (no compiler)"
     for B, x in inputs.items():
         contenders = {}
         with torch.no_grad():

@@ -21,6 +21,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from softmoe import accelerate
+from softmoe.accelerate.buffers import InBackward
 from softmoe.bench.cases import Contender, D, H, M, Row, compare, forward_step
 from softmoe.bench.roofline import Probes, Work, mlp, soft_layer
 from softmoe.bench.timing import Timing, interleave
@@ -29,7 +31,6 @@ from softmoe.models import VisionTransformer, ViTConfig, model_config
 from softmoe.models.transformer import MLP, Block
 from softmoe.moe import MoE, SoftConfig, SoftMoE
 from softmoe.train.config import OptimSection
-from softmoe.train.in_backward import InBackward, Released
 from softmoe.train.optim import make_optimizer, set_learning_rate
 
 Build = Callable[[int, int, int, int], nn.Module]
@@ -111,7 +112,8 @@ def bench_layer(probes: Probes, *, seconds: float = 15.0) -> Iterator[Row]:
     for N, P, B in ((128, 1, 1), (128, 1, 8), (128, 1, 32), (32, 4, 32)):
         tokens = torch.randn(B, M, D)
         contenders = {
-            "softmoe": Contender(SoftMoE(D, N, P, H), tokens, soft_layer(B, M, D, H, N, P)),
+            "softmoe": Contender(accelerated(SoftMoE(D, N, P, H)), tokens, soft_layer(B, M, D, H, N, P)),
+            "softmoe, plain": Contender(SoftMoE(D, N, P, H), tokens, soft_layer(B, M, D, H, N, P)),
             "MLP, equal rows": Contender(MLP(D, H), torch.randn(B * N * P, D), mlp(B * N * P, D, H)),
         }
         for name, make in peers.items():
@@ -144,7 +146,7 @@ def measure(model: str, name: str, batch: int, phase: str, seconds: float) -> Ro
     config, price = model_config(model), cost(model)
     module = build(config, name)
     x = torch.randn(batch, 3, *config.image_shape)
-    step = forward_step(module, x) if phase == "forward" else train_step(module, x, OURS.get(name, OptimSection()))
+    step = forward_step(accelerated(module), x) if phase == "forward" else train_step(module, x, OURS.get(name, OptimSection()))
     for _ in range(SETTLING):
         step()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -153,6 +155,12 @@ def measure(model: str, name: str, batch: int, phase: str, seconds: float) -> Ro
     work = Work(batch * price.macs, price.params, x.numel())
     least = probes.roofline(timings).seconds(*getattr(work, phase)())
     return Row(f"{model}, batch {batch}", phase, name, timings[name], least / timings[name].median, peak)
+
+
+def accelerated(module: nn.Module) -> nn.Module:
+    """Return the module itself, with all that softmoe.accelerate can do for it."""
+    accelerate.apply(module)
+    return module
 
 
 def build(config: ViTConfig, name: str) -> nn.Module:
@@ -181,11 +189,11 @@ def train_step(module: nn.Module, x: torch.Tensor, optim: OptimSection) -> Calla
     module.train()
     optimizer = make_optimizer(module, optim)
     set_learning_rate(optimizer, 1e-5)
-    release = Released(optimizer, module)
-    inside = InBackward(optimizer, release) if optim.in_backward else None
+    accelerate.apply(module, optimizer)
+    inside = InBackward(optimizer) if optim.in_backward else None
 
     def step() -> None:
-        release()
+        optimizer.zero_grad()
         module(x).square().mean().backward()
         if inside is None:
             optimizer.step()

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from softmoe.budget.count import cost
 from softmoe.budget.parts import LEARNED, SPARSE, checked, routed
 from softmoe.models import ViTConfig
-from softmoe.moe.product import OUT
 
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 1, "none": 0}  # numbers kept per parameter; sgd with momentum
 ROUTING_BYTES = 4  # routers compute in float32 whatever the model runs in
 INDEX_BYTES = 8
+MAX_IN_FLIGHT = 2  # gradients of one shape at work at the same time, as softmoe/accelerate/buffers.py has it
 WAITING = 64 << 20  # bytes of small gradients that updates in the backward pass let wait for each other
 
 
@@ -61,7 +61,7 @@ def memory(
         activations += params * activation_bytes
     weights = params * weight_bytes
     state_bytes = weight_bytes if state_bytes is None else state_bytes
-    at_once = (1 if state_bytes == weight_bytes else OUT) * largest_parameter(config) * weight_bytes + WAITING
+    at_once = (1 if state_bytes == weight_bytes else MAX_IN_FLIGHT) * largest_parameter(config) * weight_bytes + WAITING
     gradients = min(weights, at_once) if in_backward else weights
     states = OPTIMIZER_STATES[optimizer] * params * state_bytes
     return Memory(weights, gradients, states, activations)

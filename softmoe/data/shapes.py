@@ -27,7 +27,7 @@ from softmoe.data.shapes_classes import (
     compositions,
     sentences,
 )
-from softmoe.data.shapes_kernel import MOST, draw
+from softmoe.data.shapes_kernel import MAX_SIZE, draw
 from softmoe.data.shapes_scenes import Scenes, compose
 from softmoe.data.source import Example, MinSide, fingerprint, positive_int
 
@@ -111,8 +111,8 @@ def open_shapes(
         raise ValueError(f"The option seed must be a whole number from 0, not {seed!r}.")
     count = positive_int("length", length) if length else _LENGTHS.get(split, _EVALUATION_LENGTH)
     pixels = positive_int("size", size)
-    if not 8 <= pixels <= MOST:
-        raise ValueError(f"shapes draws pictures of 8 to {MOST} pixels a side, not {pixels}.")
+    if not 8 <= pixels <= MAX_SIZE:
+        raise ValueError(f"shapes draws pictures of 8 to {MAX_SIZE} pixels a side, not {pixels}.")
     return ShapesSource(split, pixels, classes, int(seed), count, _share("clutter", clutter))
 
 

@@ -1,16 +1,15 @@
-"""Drawing by the compiled shapes_draw.cpp where it can be had: the same bytes as shapes_draw.py, in a third of the
+"""Drawing by the compiled shapes.cpp where it can be had: the same bytes as shapes_draw.py, in a third of the
 time."""
 
 from __future__ import annotations
 
 import ctypes
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from softmoe.compiled import address, library_of
+from softmoe.accelerate.build import Kernel, call
 from softmoe.data import shapes_draw as plain
 from softmoe.data import shapes_tables as tables
 from softmoe.data.shapes_classes import compositions
@@ -22,44 +21,32 @@ _PLACED = np.dtype(
 )
 _TEXTURE = np.dtype([*_FRAME, ("added", "f4", 3), ("rim", "f4"), ("table", "i4"), ("rimmed", "i4")])
 _SCENE = np.dtype([("place", "f8", 3), ("ground", "i4"), ("noise", "i4"), ("light", "f4", 3), ("strength", "f4")])
-MOST = 512  # pixels a side
+MAX_SIZE = 512  # pixels a side
 _FAR = 99.0  # beyond all pictures and all objects
 
 
 def draw(scenes: Scenes, size: int) -> np.ndarray:
     """(B, size, size, 3) uint8."""
-    library = _library()
-    return plain.draw(scenes, size) if isinstance(library, str) else _draw(library, scenes, size)
+    return _draw(KERNEL.library, scenes, size) if KERNEL.available else plain.draw(scenes, size)
 
 
-@cache
-def _library() -> ctypes.CDLL | str:
-    return library_of(Path(__file__).with_name("shapes_draw.cpp"), _right, flags=("-ffp-contract=off",))
-
-
-def _right(library: ctypes.CDLL) -> bool:
+def self_test(library: ctypes.CDLL) -> bool:
     classes = np.array(compositions("upstream"))[::4]
     scenes = compose(classes, 0, np.arange(len(classes)))
     return all(np.array_equal(_draw(library, scenes, size), plain.draw(scenes, size)) for size in (32, 45))
 
 
 def _draw(library: ctypes.CDLL, scenes: Scenes, size: int) -> np.ndarray:
-    assert size <= MOST
+    assert size <= MAX_SIZE
     layers = [*scenes.pebbles, scenes.object, scenes.companion, *scenes.twigs]
     arrays = (_scenes(scenes), _placed(joined(layers), size), _texture(scenes, size))
     numbers = (len(scenes.ground), len(layers), len(scenes.pebbles), size)
     line, threads = plain.line(size), torch.get_num_threads()
     room = np.empty((threads, 3, size, size), dtype=np.float32)
     pictures = np.empty((len(scenes.ground), size, size, 3), dtype=np.uint8)
-    library.draw(
-        *map(address, arrays),
-        *map(ctypes.c_int64, numbers),
-        address(line),
-        address(tables.ground_planes()),
-        ctypes.c_int64(len(tables.GROUNDS)),
-        *map(address, (tables.distance_table(), tables.texture_table(), _noise(size), room, pictures)),
-        ctypes.c_int(threads),
-    )
+    grounds = (tables.ground_planes(), len(tables.GROUNDS))
+    rest = (tables.distance_table(), tables.texture_table(), _noise(size), room, pictures)
+    call(library.draw, *arrays, *numbers, line, *grounds, *rest, threads=threads)
     return pictures
 
 
@@ -100,3 +87,6 @@ def _framed(kind: np.dtype, frame: list[np.ndarray]) -> np.ndarray:
 def _noise(size: int) -> np.ndarray:
     """The table, and a row more: it goes round."""
     return np.resize(tables.noise_table(), len(tables.noise_table()) + size)
+
+
+KERNEL = Kernel("shapes", self_test, flags=("-ffp-contract=off",))

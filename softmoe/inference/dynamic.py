@@ -23,7 +23,7 @@ class ByteLinear(nn.Module):
     def __init__(self, get: Callable[[int], Tensor], shape: tuple[int, int, int], bias: Tensor):
         super().__init__()
         if bias.device.type != "cpu" or not kernel.has_bytes():
-            why = kernel.why_not() or "this processor (or device) has no product of bytes"
+            why = kernel.KERNEL.why_not() or "this processor (or device) has no product of bytes"
             raise ValueError(f"int8_dynamic needs the compiled product and AVX-512 VNNI, but {why}; use int8")
         N, K, C = self.shape = shape
         groups, Q = -(-K // 4), -(-C // PANEL)

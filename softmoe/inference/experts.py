@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from softmoe.inference.dynamic import ByteLinear
 from softmoe.inference.packed import PackedLinear, Weights
 from softmoe.moe import Experts
-from softmoe.moe.gelu import gelu
+from softmoe.moe.experts import make_gelu
 
 
 class PreparedExperts(nn.Module):
@@ -21,6 +21,7 @@ class PreparedExperts(nn.Module):
         N, D, H = experts.num_experts, experts.dim, experts.hidden_dim
         self.dim, self.hidden_dim, self.num_experts = D, H, N
         self.activation = experts.activation
+        self.gelu = make_gelu(experts.activation)
         self.first = stack(lambda n: experts.w1[n], (N, D, H), experts.b1, weights)
         self.second = stack(lambda n: experts.w2[n].T, (N, H, D), experts.b2, weights)
 
@@ -29,7 +30,7 @@ class PreparedExperts(nn.Module):
             raise ValueError(
                 f"expected slots of shape ({self.num_experts}, rows, {self.dim}), got {tuple(x_NSD.shape)}"
             )
-        active_NSH = gelu(self.first(x_NSD), self.activation)
+        active_NSH = self.gelu(self.first(x_NSD))
         return self.second(active_NSH)
 
 

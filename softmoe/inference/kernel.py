@@ -1,19 +1,17 @@
-"""The compiled product of product.cpp.
+"""Products with stacked weights of few bits, by packed.cpp.
 
 Without it everything falls back to torch's products, which compute the same more slowly.
 """
 
 import ctypes
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from softmoe.compiled import address, library_of, loaded, threads
+from softmoe.accelerate.build import Kernel, call
 
-PANEL = 64  # outputs that lie side by side in the packed weights, as in product.cpp
-SOURCE = Path(__file__).with_name("product.cpp")
+PANEL = 64  # outputs that lie side by side in the packed weights, as in packed.cpp
 _NAMES = {
     torch.float32: "product_float32",
     torch.float16: "product_float16",
@@ -22,31 +20,18 @@ _NAMES = {
 }
 
 
-def available() -> bool:
-    return isinstance(_library(), ctypes.CDLL)
-
-
-def why_not() -> str | None:
-    """One sentence, or None where the compiled product works."""
-    found = _library()
-    return None if isinstance(found, ctypes.CDLL) else found
-
-
-@cache
-def _library() -> ctypes.CDLL | str:
-    return library_of(SOURCE, right)
-
-
-def right(library: ctypes.CDLL) -> bool:
+def self_test(library: ctypes.CDLL) -> bool:
     """Small whole numbers are exact in every type: compare with torch before anyone relies on it."""
     x = torch.arange(3 * 7 * 5).remainder(9).view(3, 7, 5).float() - 4
     w = torch.arange(3 * 2 * 5 * PANEL).remainder(11).view(3, 2, 5, PANEL).float() - 5
     bias = torch.arange(3 * 70).remainder(3).view(3, 70).float()
     plain = x @ w.transpose(1, 2).reshape(3, 5, 2 * PANEL)[..., :70] + bias.unsqueeze(1)
-    return all(torch.equal(call(library, x, w.to(dtype), None, bias), plain) for dtype in _NAMES)
+    return all(torch.equal(product(library, x, w.to(dtype), None, bias), plain) for dtype in _NAMES)
 
 
-def call(library: ctypes.CDLL, x_NSK: Tensor, packed_NQKE: Tensor, scale_NC: Tensor | None, bias_NC: Tensor) -> Tensor:
+def product(
+    library: ctypes.CDLL, x_NSK: Tensor, packed_NQKE: Tensor, scale_NC: Tensor | None, bias_NC: Tensor
+) -> Tensor:
     N, S, K = x_NSK.shape
     C = bias_NC.shape[1]
     assert packed_NQKE.shape == (N, -(-C // PANEL), K, PANEL)
@@ -54,29 +39,24 @@ def call(library: ctypes.CDLL, x_NSK: Tensor, packed_NQKE: Tensor, scale_NC: Ten
     assert scale_NC is None or scale_NC.shape == bias_NC.shape
     assert all(t is None or t.is_contiguous() for t in (x_NSK, packed_NQKE, scale_NC, bias_NC))
     y_NSC = torch.empty(N, S, C)
-    scale = None if scale_NC is None else address(scale_NC)
-    getattr(library, _NAMES[packed_NQKE.dtype])(
-        address(x_NSK),
-        address(packed_NQKE),
-        scale,
-        address(bias_NC),
-        address(y_NSC),
-        *map(ctypes.c_int64, (N, S, K, C)),
-        threads(),
-    )
+    function = getattr(library, _NAMES[packed_NQKE.dtype])
+    call(function, x_NSK, packed_NQKE, scale_NC, bias_NC, y_NSC, N, S, K, C)
     return y_NSC
+
+
+KERNEL = Kernel("packed", self_test)
 
 
 @torch.library.custom_op("softmoe::packed_product", mutates_args=(), device_types="cpu")
 def packed_product(x_NSK: Tensor, packed_NQKE: Tensor, scale_NC: Tensor | None, bias_NC: Tensor) -> Tensor:
     """(x @ w) * scale + bias for stacked weights in panels. An operator of torch's, so that torch.compile takes it."""
-    return call(loaded(_library()), x_NSK.contiguous(), packed_NQKE, scale_NC, bias_NC)
+    return product(KERNEL.library, x_NSK.contiguous(), packed_NQKE, scale_NC, bias_NC)
 
 
 @cache
 def has_bytes() -> bool:
     """Whether the processor multiplies bytes (AVX-512 VNNI)."""
-    if not available():
+    if not KERNEL.available:
         return False
     x, w, ones = torch.zeros(1, 1, 4), torch.zeros(1, 1, 4 * PANEL, dtype=torch.int8), torch.ones(1, 1)
     return _call_bytes(x, w, ones, ones, ones) is not None
@@ -91,11 +71,7 @@ def _call_bytes(x_NSK: Tensor, packed: Tensor, scale_NC: Tensor, sums_NC: Tensor
     assert all(t.is_contiguous() for t in tensors)
     y_NSC = torch.empty(N, S, C)
     room = (y_NSC, torch.empty(N, S, K, dtype=torch.uint8), torch.empty(N, S, 2))
-    done = loaded(_library()).product_bytes(
-        *(address(t) for t in (*tensors, *room)),
-        *map(ctypes.c_int64, (N, S, K, C)),
-        threads(),
-    )
+    done = call(KERNEL.library.product_bytes, *tensors, *room, N, S, K, C)
     return y_NSC if done else None
 
 

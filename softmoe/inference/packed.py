@@ -30,7 +30,7 @@ class PackedLinear(nn.Module):
 
     def __init__(self, get: Callable[[int], Tensor], shape: tuple[int, int, int], bias: Tensor, weights: Weights):
         super().__init__()
-        kernel.available()  # built now, not while a compiler traces the first call
+        kernel.KERNEL.why_not()  # built now, not while a compiler traces the first call
         N, K, C = self.shape = shape
         Q = -(-C // PANEL)
         dtype: torch.dtype = getattr(torch, weights)
@@ -54,7 +54,7 @@ class PackedLinear(nn.Module):
     def forward(self, x_NSK: Tensor) -> Tensor:
         refuse_gradients(x_NSK)
         x_NSK = x_NSK.float()
-        if x_NSK.device.type == "cpu" and kernel.available():
+        if x_NSK.device.type == "cpu" and kernel.KERNEL.available:
             return kernel.packed_product(x_NSK, self.packed, self.scale, self.bias)
         return self.one_by_one(x_NSK)
 

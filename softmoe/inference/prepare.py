@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from softmoe.accelerate.guards import is_exactly, plain_class
 from softmoe.inference import kernel
 from softmoe.inference.dynamic import ByteDense
 from softmoe.inference.experts import PreparedExperts
@@ -71,7 +72,7 @@ def prepare(model: Model, weights: Weights = "float32", *, copy_weights: bool = 
     for path, module in model.named_modules():
         if type(module) is SoftRouter:
             memo[id(module)] = _named(path, PreparedSoftRouter, module)
-        elif type(module) is Experts and copy_weights and (weights != "float32" or _packs(module)):
+        elif is_exactly(module, Experts) and copy_weights and (weights != "float32" or _packs(module)):
             prepared = _named(path, PreparedExperts, module, weights)
             compare(path, module, prepared, weights)
             memo[id(module)] = prepared
@@ -99,11 +100,11 @@ def check(model: nn.Module, weights: Weights) -> None:
         where = path or "the module"
         known = _LAYERS if isinstance(module, MoE) else _ROUTERS if isinstance(module, Router) else (Experts,)
         if isinstance(module, MoE | Router | Experts):
-            if type(module) not in known:
+            if plain_class(module) not in known:
                 raise ValueError(f"{where} is a {type(module).__name__}, which inference does not know how to prepare")
             if module._forward_hooks or module._forward_pre_hooks:
                 raise ValueError(f"{where} has hooks, which a prepared model would not call; remove them first")
-        if isinstance(module, MoE) and type(module.experts) is not Experts:
+        if isinstance(module, MoE) and plain_class(module.experts) is not Experts:
             name = type(module.experts).__name__
             raise ValueError(f"{where} has experts of type {name}, which inference does not know how to prepare")
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
@@ -137,7 +138,7 @@ def compare(path: str, plain: Experts, prepared: nn.Module, weights: Weights) ->
 
 def _dense(block: Block) -> Iterator[tuple[str, nn.Linear]]:
     """The linears of a block whose inside is known."""
-    if type(block.attention) is Attention:
+    if is_exactly(block.attention, Attention):
         yield from (("attention.qkv", block.attention.qkv), ("attention.out", block.attention.out))
     if type(block.mlp) is MLP:
         yield from (("mlp.fc1", block.mlp.fc1), ("mlp.fc2", block.mlp.fc2))
@@ -145,7 +146,7 @@ def _dense(block: Block) -> Iterator[tuple[str, nn.Linear]]:
 
 def _packs(experts: Experts) -> bool:
     """float32 weights are worth another layout only where the compiled product reads it."""
-    return experts.w1.device.type == "cpu" and kernel.available()
+    return experts.w1.device.type == "cpu" and kernel.KERNEL.available
 
 
 def _named(path: str, make: Callable[..., nn.Module], module: nn.Module, *arguments: object) -> nn.Module:

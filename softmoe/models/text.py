@@ -10,7 +10,7 @@ from softmoe.models.config import TextConfig
 from softmoe.models.heads import AttentionPool, FirstPool, LastPool, MeanPool, Projection
 from softmoe.models.transformer import Encoder
 from softmoe.models.vit import make_mlp
-from softmoe.moe.gelu import ACTIVATIONS
+from softmoe.moe.experts import ACTIVATIONS
 from softmoe.moe.init import normal_
 
 POOLS = ("last", "mean", "class", "attention")

@@ -1,17 +1,16 @@
 """Pre-norm transformer blocks; any (B, M, D) -> (B, M, D) module stands where the MLP stands.
 
-Letters: B sequences, M tokens, D width.
+Letters: B sequences, M tokens, D width, A heads, E head width.
 """
 
 from collections.abc import Callable
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from softmoe.models.attention import Layers, attend
-from softmoe.models.dense import dense
 from softmoe.moe import MoE
-from softmoe.moe.gelu import check_activation, gelu
+from softmoe.moe.experts import make_gelu
 from softmoe.moe.init import normal_, xavier_uniform_
 
 NORM_EPS = 1e-6
@@ -42,9 +41,14 @@ class Attention(nn.Module):
             nn.init.zeros_(linear.bias)
 
     def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> Tensor:
-        layers = Layers(self.qkv, self.query_norm, self.key_norm)
-        mixed_BMD = attend(x_BMD, layers, self.heads, mask, self.dropout if self.training else 0.0)
-        return dense(mixed_BMD, self.out)
+        query, key, value = (part.unflatten(2, (self.heads, -1)) for part in self.qkv(x_BMD).chunk(3, dim=2))
+        query, key = self.query_norm(query).to(value.dtype), self.key_norm(key).to(value.dtype)
+        mixed_BAME = F.scaled_dot_product_attention(
+            *(part_BMAE.transpose(1, 2) for part_BMAE in (query, key, value)),
+            attn_mask=None if mask is None else mask[:, None, None, :],
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        return self.out(mixed_BAME.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -55,7 +59,8 @@ class MLP(nn.Module):
         self.fc1 = nn.Linear(dim, hidden_dim)
         self.fc2 = nn.Linear(hidden_dim, dim)
         self.dropout = nn.Dropout(dropout)
-        self.activation = check_activation(activation)
+        self.activation = activation
+        self.gelu = make_gelu(activation)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -64,8 +69,8 @@ class MLP(nn.Module):
             normal_(linear.bias, std=1e-6)
 
     def forward(self, x_BMD: Tensor) -> Tensor:
-        hidden = self.dropout(gelu(dense(x_BMD, self.fc1), self.activation))
-        return self.dropout(dense(hidden, self.fc2))
+        hidden = self.dropout(self.gelu(self.fc1(x_BMD)))
+        return self.dropout(self.fc2(hidden))
 
 
 class Block(nn.Module):

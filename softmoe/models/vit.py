@@ -10,7 +10,7 @@ from softmoe.models.config import TextConfig, ViTConfig
 from softmoe.models.embed import LearnedPositions, PatchEmbed, SinCosPositions
 from softmoe.models.heads import AttentionPool, FirstPool, Head, MeanPool, PreLogits
 from softmoe.models.transformer import MLP, Encoder
-from softmoe.moe.gelu import ACTIVATIONS
+from softmoe.moe.experts import ACTIVATIONS
 
 
 class VisionTransformer(nn.Module):

@@ -12,8 +12,8 @@ from softmoe.moe.fixed import (
     UniformSoftRouter,
 )
 from softmoe.moe.layer import MoE, SoftMoE
-from softmoe.moe.routing import DenseRouting, Router, RouterConfig, Routing, SparseRouting
-from softmoe.moe.soft import SoftConfig, SoftRouter
+from softmoe.moe.routing import Router, RouterConfig, Routing, SparseRouting
+from softmoe.moe.soft import DenseRouting, SoftConfig, SoftRouter
 from softmoe.moe.sparse import (
     ExpertsChoiceConfig,
     ExpertsChoiceRouter,

@@ -10,10 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from softmoe.moe.gelu import check_activation, gelu
 from softmoe.moe.init import normal_, xavier_uniform_
-from softmoe.moe.product import GradientPool, batched_linear
 from softmoe.moe.routing import at_least_one
+
+ACTIVATIONS = {"gelu_tanh": "tanh", "gelu": "none"}  # name -> torch's word for how the error function is computed
+
+
+def make_gelu(activation: str) -> nn.GELU:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    return nn.GELU(approximate=ACTIVATIONS[activation])
 
 
 class Experts(nn.Module):
@@ -42,8 +48,8 @@ class Experts(nn.Module):
         self.dim, self.hidden_dim, self.num_experts = D, H, N
         self.dropout = dropout
         self.identical_init = identical_init
-        self.activation = check_activation(activation)
-        self.pool: GradientPool | None = None
+        self.activation = activation
+        self.gelu = make_gelu(activation)
         self.w1 = nn.Parameter(torch.empty(N, D, H))
         self.b1 = nn.Parameter(torch.empty(N, H))
         self.w2 = nn.Parameter(torch.empty(N, D, H))
@@ -65,12 +71,11 @@ class Experts(nn.Module):
             raise ValueError(
                 f"expected slots of shape ({self.num_experts}, rows, {self.dim}), got {tuple(x_NSD.shape)}"
             )
-        hidden_NSH = batched_linear(x_NSD, self.w1, self.b1, pool=self.pool)
-        active_NSH = gelu(hidden_NSH, self.activation)
-        if self.dropout:
-            active_NSH = F.dropout(active_NSH, self.dropout, self.training)
-        y_NSD = batched_linear(active_NSH, self.w2, self.b2, transposed=True, pool=self.pool)
-        return F.dropout(y_NSD, self.dropout, self.training) if self.dropout else y_NSD
+        hidden_NSH = torch.baddbmm(self.b1.unsqueeze(1), x_NSD, self.w1)
+        active_NSH = F.dropout(self.gelu(hidden_NSH), self.dropout, self.training)
+        # the weights stand left, so that autograd makes their gradient in their own layout
+        y_NDS = torch.baddbmm(self.b2.unsqueeze(2), self.w2, active_NSH.transpose(1, 2))
+        return F.dropout(y_NDS.transpose(1, 2), self.dropout, self.training)
 
     def extra_repr(self) -> str:
         return f"{self.dim}, hidden_dim={self.hidden_dim}, num_experts={self.num_experts}"

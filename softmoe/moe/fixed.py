@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from softmoe.moe.routing import (
-    DenseRouting,
     Router,
     RouterConfig,
     SparseRouting,
@@ -17,7 +16,7 @@ from softmoe.moe.routing import (
     check_tokens,
     routing_dtype,
 )
-from softmoe.moe.soft import SoftConfig, SoftRouter, softmax_over_slots, softmax_over_tokens
+from softmoe.moe.soft import DenseRouting, SoftConfig, SoftRouter, softmax_over_slots, softmax_over_tokens
 
 
 @dataclass(frozen=True)

@@ -76,32 +76,6 @@ class RouterConfig(ABC):
 
 
 @dataclass(frozen=True)
-class DenseRouting(Routing):
-    """Every slot is a weighted average of tokens, every token a weighted average of slots.
-
-    Both weights are (B, M, N, P). Dispatch weights sum to 1 over M, combine weights over (N, P).
-    """
-
-    dispatch_weights: Tensor
-    combine_weights: Tensor
-
-    def dispatch(self, x_BMD: Tensor) -> Tensor:
-        B, M, N, P = self.dispatch_weights.shape
-        weights_BMS = self.dispatch_weights.flatten(2).to(x_BMD.dtype)
-        slots_BSD = weights_BMS.transpose(1, 2) @ x_BMD
-        return slots_BSD.unflatten(1, (N, P)).transpose(0, 1).reshape(N, B * P, x_BMD.shape[-1])
-
-    def combine(self, slots_NSD: Tensor) -> Tensor:
-        B, M, N, P = self.combine_weights.shape
-        slots_BSD = slots_NSD.unflatten(1, (B, P)).transpose(0, 1).reshape(B, N * P, slots_NSD.shape[-1])
-        return self.combine_weights.flatten(2).to(slots_BSD.dtype) @ slots_BSD
-
-    @property
-    def auxiliary_loss(self) -> Tensor:
-        return self.dispatch_weights.new_zeros(())
-
-
-@dataclass(frozen=True)
 class SparseRouting(Routing):
     """Every slot holds at most one token; rows are moved by index.
 

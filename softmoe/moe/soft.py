@@ -1,6 +1,6 @@
 """Soft MoE routing: Algorithm 1 of "From Sparse to Soft Mixtures of Experts" with the normalization of section 2.3.
 
-Letters: B images, M tokens, D width, N experts, P slots per expert.
+Letters: B images, M tokens, D width, N experts, P slots per expert, S = N*P slots.
 
 Each slot has a learned vector. Tokens and slot vectors are normalized and compared; the same logits give
 
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from softmoe.moe.init import lecun_normal_
 from softmoe.moe.routing import (
-    DenseRouting,
     Router,
     RouterConfig,
+    Routing,
     at_least_one,
     check_tokens,
     no_autocast,
@@ -71,7 +71,7 @@ class SoftRouter(Router):
         if self.scale is not None:
             nn.init.constant_(self.scale, self.scale_init)
 
-    def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> DenseRouting:
+    def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> "DenseRouting":
         logits_BMNP = self.logits(x_BMD, mask)
         dispatch_BMNP = softmax_over_tokens(logits_BMNP, mask)
         combine_BMNP = softmax_over_slots(logits_BMNP, mask)
@@ -115,3 +115,30 @@ def softmax_over_slots(logits_BMNP: Tensor, mask: Tensor | None) -> Tensor:
 
 def l2_normalize(x: Tensor, dim: int) -> Tensor:
     return x * torch.rsqrt(x.square().sum(dim, keepdim=True) + EPS)
+
+
+@dataclass(frozen=True)
+class DenseRouting(Routing):
+    """Every slot is a weighted average of tokens, every token a weighted average of slots.
+
+    Both weights are (B, M, N, P). Dispatch weights sum to 1 over M, combine weights over (N, P).
+    """
+
+    dispatch_weights: Tensor
+    combine_weights: Tensor
+
+    def dispatch(self, x_BMD: Tensor) -> Tensor:
+        B, M, N, P = self.dispatch_weights.shape
+        weights_BMS = self.dispatch_weights.flatten(2).to(x_BMD.dtype)
+        slots_BSD = weights_BMS.transpose(1, 2) @ x_BMD
+        return slots_BSD.unflatten(1, (N, P)).transpose(0, 1).reshape(N, B * P, x_BMD.shape[-1])
+
+    def combine(self, slots_NSD: Tensor) -> Tensor:
+        """Here S is the rows of one expert, B*P, as it comes from the experts."""
+        B, M, N, P = self.combine_weights.shape
+        slots_BSD = slots_NSD.unflatten(1, (B, P)).transpose(0, 1).reshape(B, N * P, slots_NSD.shape[-1])
+        return self.combine_weights.flatten(2).to(slots_BSD.dtype) @ slots_BSD
+
+    @property
+    def auxiliary_loss(self) -> Tensor:
+        return self.dispatch_weights.new_zeros(())

@@ -29,6 +29,7 @@ class OwnedExperts(Experts):
         nn.Module.__init__(self)
         self.dim, self.hidden_dim, self.num_experts = whole.dim, whole.hidden_dim, whole.num_experts
         self.dropout, self.activation, self.identical_init = whole.dropout, whole.activation, whole.identical_init
+        self.gelu = whole.gelu
         self.mesh = mesh
         self.ranks = mesh.size()
         assert self.num_experts % self.ranks == 0
@@ -73,9 +74,8 @@ class OwnedExperts(Experts):
             num_experts=self.num_experts // self.ranks,
             dim=self.dim,
             dropout=self.dropout,
-            activation=self.activation,
+            gelu=self.gelu,
             training=self.training,
-            pool=None,
             **weights,
         )
         return cast(Experts, view)

@@ -6,13 +6,12 @@ positions, class token and probe are in no rule.
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from softmoe.train.adamw import CompactAdamW
+from softmoe.accelerate.buffers import total_norm
 from softmoe.train.config import OptimSection
 
 BLOCK = re.compile(r"^encoder\.blocks\.(\d+)\.")
@@ -32,6 +31,8 @@ def make_optimizer(model: nn.Module, config: OptimSection, *, locked: bool = Fal
         return torch.optim.SGD(groups, lr=0.0, momentum=config.momentum)
     betas = (config.beta1, config.beta2)
     if config.states == "bfloat16":
+        from softmoe.accelerate.optimizer import CompactAdamW
+
         return CompactAdamW(groups, lr=0.0, betas=betas, eps=config.eps)
     return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.eps, fused=True)
 
@@ -91,14 +92,9 @@ def gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
-Norm = Callable[[list[Tensor]], Tensor]
-
-
-def clip_by_global_norm(
-    grads: list[Tensor], max_norm: float | None, norm: Norm = torch.nn.utils.get_total_norm
-) -> Tensor:
+def clip_by_global_norm(grads: list[Tensor], max_norm: float | None) -> Tensor:
     """Scale all gradients so that their joint norm is at most `max_norm`, with no epsilon; returns the norm before."""
-    found = norm(grads)
+    found = total_norm(grads)
     if max_norm is not None and found > max_norm:
         torch._foreach_mul_(grads, (max_norm / found).clamp(max=1.0))  # pyright: ignore[reportPrivateImportUsage]
     return found

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from softmoe import accelerate
+from softmoe.accelerate.buffers import InBackward
 from softmoe.budget import training_flops
 from softmoe.models import TwoTower, TwoTowerConfig, VisionTransformer, ViTConfig
 from softmoe.storage.store import CheckpointStore
@@ -16,7 +18,6 @@ from softmoe.train.contrastive import Contrastive
 from softmoe.train.evaluation import Evaluator, classify, match_pairs
 from softmoe.train.folder import RunFolder
 from softmoe.train.health import HealthWatch
-from softmoe.train.in_backward import InBackward, Released
 from softmoe.train.metrics import MetricsFile
 from softmoe.train.objectives import Objective, make_objective
 from softmoe.train.optim import make_optimizer
@@ -55,8 +56,6 @@ class Run:
     """The model, or its compiled form; same weights."""
     average: Average | None
     optimizer: torch.optim.Optimizer
-    release: Released
-    """Lets the gradients go."""
     in_backward: InBackward | None
     """Where the optimizer does its work during the backward pass."""
     schedule: Schedule
@@ -121,7 +120,7 @@ def build(
     tap = RoutingTap(model)  # before compiling, which looks at the hooks
     average = None if config.ema is None else Average(model, config.ema, twin)  # a copy, before any hook
     optimizer = make_optimizer(model, config.optim, locked=config.model.locked)
-    release = Released(optimizer, model, alone=team.world == 1)
+    progress.report(str(accelerate.apply(model, optimizer)))
     if objective is None:
         objective = contrastive(config, data) if isinstance(model, TwoTower) else make_objective(config.objective)
     return Run(
@@ -132,8 +131,7 @@ def build(
         forward=torch.compile(model) if config.compile else model,  # pyright: ignore[reportArgumentType]
         average=average,
         optimizer=optimizer,
-        release=release,
-        in_backward=InBackward(optimizer, release) if config.optim.in_backward else None,
+        in_backward=InBackward(optimizer) if config.optim.in_backward else None,
         schedule=make_schedule(config.schedule, config.steps),
         objective=objective,
         evaluators=evaluators or {"val": default_evaluator(config, objective)},

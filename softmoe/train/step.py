@@ -20,10 +20,10 @@ def train_step(run: Run, batch: Any, *, keep_routing: bool = False) -> tuple[flo
     set_learning_rate(run.optimizer, rate)
     torch.manual_seed(random_seed(config.seed, "step", done.step, *run.team.seed))
     run.model.train()
-    run.release()
+    run.optimizer.zero_grad()
     loss, auxiliary = forward_backward(run, batch)
     if run.in_backward is None:
-        norm = run.team.clip(gradients(run.optimizer), config.optim.clip_norm, run.release.norm)
+        norm = run.team.clip(gradients(run.optimizer), config.optim.clip_norm)
     else:
         norm = run.in_backward.finish()
     values = run.team.mean(torch.stack([loss.double(), auxiliary.double(), norm.double()])).tolist()  # the one wait

@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from softmoe.models import TwoTower, VisionTransformer, ViTConfig
 from softmoe.train.config import ParallelSection, TrainConfig
-from softmoe.train.optim import Norm, clip_by_global_norm
+from softmoe.train.optim import clip_by_global_norm
 
 LOST = ("gloo", "timed out", "timeout", "connection closed", "connection reset", "nccl")
 
@@ -86,10 +86,10 @@ class Team:
             model = make()
         return parallel.apply(model, self.mesh)
 
-    def clip(self, gradients: list[Tensor], max_norm: float | None, norm: Norm) -> Tensor:
-        """By the norm of the whole gradient, wherever its parts are. `norm` is that of parts which are here."""
+    def clip(self, gradients: list[Tensor], max_norm: float | None) -> Tensor:
+        """Scale the gradients by the norm of the whole, wherever its parts are."""
         if self.world == 1:
-            return clip_by_global_norm(gradients, max_norm, norm)
+            return clip_by_global_norm(gradients, max_norm)
         from softmoe import parallel
 
         return parallel.clip_by_global_norm(gradients, max_norm)

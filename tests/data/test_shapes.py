@@ -3,12 +3,11 @@
 import ctypes
 import pickle
 from itertools import chain
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from softmoe import compiled
+from softmoe.accelerate import build
 from softmoe.data import open_source, shapes_draw, shapes_kernel
 from softmoe.data.shapes_classes import COMPANIONS, PAINTS, RELATIONS, SECONDS, SHAPES, TEXTURE_NAMES, compositions
 from softmoe.data.shapes_draw import draw
@@ -174,27 +173,25 @@ def test_small_objects_are_drawn_where_they_are(size, monkeypatch):
 
 @pytest.mark.parametrize(("size", "count", "clutter"), [(8, 96, 1.0), (32, 392, 1.0), (50, 96, 0.0), (512, 3, 0.5)])
 def test_compiled_drawing_gives_the_same_bytes(size, count, clutter):
-    library = shapes_kernel._library()
-    if isinstance(library, str):
-        pytest.skip(library)
+    if why := shapes_kernel.KERNEL.why_not():
+        pytest.skip(why)
     scenes = some_scenes(count, clutter)
-    assert np.array_equal(shapes_kernel._draw(library, scenes, size), draw(scenes, size))
+    assert np.array_equal(shapes_kernel._draw(shapes_kernel.KERNEL.library, scenes, size), draw(scenes, size))
 
 
 def test_without_a_compiler_pictures_are_drawn_by_numpy(monkeypatch):
     usual = open_source("shapes", "val").read_batch(range(20))
-    monkeypatch.setattr(shapes_kernel, "_library", lambda: "no C++ compiler was found")
+    monkeypatch.setattr(shapes_kernel.KERNEL, "_found", "no C++ compiler was found")
     for a, b in zip(usual, open_source("shapes", "val").read_batch(range(20)), strict=True):
         assert np.array_equal(a.image, b.image)
 
 
 def test_contracted_arithmetic_would_be_noticed():
     """What is compiled with fused products differs in some pixels, and is not used then."""
-    source = Path(shapes_kernel.__file__).with_name("shapes_draw.cpp")
     try:
-        fused = ctypes.CDLL(str(compiled.build(source, ("-march=native", "-ffp-contract=fast"))))
-    except compiled.CannotBuild as reason:
+        fused = ctypes.CDLL(str(build.build(shapes_kernel.KERNEL.source, ("-march=native", "-ffp-contract=fast"))))
+    except build.CannotBuild as reason:
         pytest.skip(str(reason))
-    if "fma" not in compiled.processor():
+    if "fma" not in build.processor():
         pytest.skip("this processor has no fused products")
-    assert not shapes_kernel._right(fused)
+    assert not shapes_kernel.KERNEL.self_test(fused)

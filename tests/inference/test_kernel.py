@@ -8,12 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from softmoe import compiled
+from softmoe.accelerate import build
 from softmoe.inference import kernel
 from softmoe.inference.dynamic import ByteDense, ByteLinear
+from softmoe.inference.kernel import KERNEL
 from softmoe.inference.packed import PackedLinear
 
-needs_compiler = pytest.mark.skipif(not kernel.available(), reason=f"no compiled product: {kernel.why_not()}")
+needs_compiler = pytest.mark.skipif(not KERNEL.available, reason=f"no compiled product: {KERNEL.why_not()}")
 SHAPES = st.tuples(st.integers(1, 3), st.integers(0, 15), st.integers(1, 9), st.integers(1, 140))
 
 
@@ -51,25 +52,24 @@ def test_torch_equals_plain(shape, weights):
 @needs_compiler
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86")
 @pytest.mark.parametrize("flag", ["-march=x86-64-v3", "-march=x86-64"])
-def test_older_processors(flag, tmp_path, monkeypatch):
+def test_older_processors(flag):
     """The forms for processors with AVX2, and with neither, are right too (this machine can run both)."""
-    if "avx2" not in compiled.processor():
+    if "avx2" not in build.processor():
         pytest.skip("this processor has no AVX2")
-    monkeypatch.setenv("SOFTMOE_CACHE", str(tmp_path))
-    library = ctypes.CDLL(str(compiled.build(kernel.SOURCE, (flag,))))
-    assert kernel.right(library)
+    library = ctypes.CDLL(str(build.build(KERNEL.source, (flag,))))
+    assert KERNEL.self_test(library)
     layer, x = made((2, 7, 5, 100), "float16")
     layer.packed[0, 0, 0, :4] = torch.tensor([6e-8, -3e-6, 65504.0, -0.0]).half()  # subnormal and largest numbers
-    torch.testing.assert_close(kernel.call(library, x, layer.packed, None, layer.bias), layer.one_by_one(x))
+    torch.testing.assert_close(kernel.product(library, x, layer.packed, None, layer.bias), layer.one_by_one(x))
 
 
 @needs_compiler
 def test_built_once(tmp_path, monkeypatch):
     """One file, used again as it is; nothing half-written beside it."""
     monkeypatch.setenv("SOFTMOE_CACHE", str(tmp_path))
-    first = compiled.build(kernel.SOURCE)
+    first = build.build(KERNEL.source)
     before = first.stat().st_mtime_ns
-    assert compiled.build(kernel.SOURCE) == first
+    assert build.build(KERNEL.source) == first
     assert first.stat().st_mtime_ns == before
     assert list((tmp_path / "kernels").iterdir()) == [first]
 
@@ -77,7 +77,7 @@ def test_built_once(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"SOFTMOE_KERNEL": "off"}, "turned off by SOFTMOE_KERNEL"),
+        ({"SOFTMOE_ACCELERATE": "off"}, "turned off by SOFTMOE_ACCELERATE"),
         ({"PATH": "", "CXX": ""}, r"no C\+\+ compiler"),
         ({"CXX": "false"}, "false failed"),
         ({"SOFTMOE_CACHE": "/dev/null/x"}, "cannot be kept in"),
@@ -88,16 +88,16 @@ def test_without_a_compiler(variables, message, tmp_path, monkeypatch):
     monkeypatch.setenv("SOFTMOE_CACHE", str(tmp_path))
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    kernel._library.cache_clear()
+    KERNEL.forget()
     try:
-        if "CXX" in variables or "PATH" in variables or compiled.shutil.which("g++") or "SOFTMOE_KERNEL" in variables:
-            assert not kernel.available()
+        if "CXX" in variables or "PATH" in variables or build.shutil.which("g++") or "SOFTMOE_ACCELERATE" in variables:
+            assert not KERNEL.available
             with pytest.raises(AssertionError, match=message):
-                raise AssertionError(kernel.why_not())
+                raise AssertionError(KERNEL.why_not())
         layer, x = made((2, 3, 4, 70), "int8")
         torch.testing.assert_close(layer(x), plain(layer, x).float(), rtol=1e-5, atol=1e-5)
     finally:
-        kernel._library.cache_clear()
+        KERNEL.forget()
 
 
 @needs_compiler

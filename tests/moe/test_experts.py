@@ -89,3 +89,30 @@ def test_experts_follow_autocast():
     assert y.dtype == torch.bfloat16
     y.float().sum().backward()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in experts.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own
+def test_gradients_of_every_kind():
+    """Backward, backward of backward and forward mode agree with differences; gradients lie as the weights do."""
+    experts = Experts(3, 4, 2).double()
+    names = [name for name, _ in experts.named_parameters()]
+    inputs = [torch.randn(2, 5, 3, dtype=torch.float64, requires_grad=True), *experts.parameters()]
+
+    def function(x, *parameters):
+        return torch.func.functional_call(experts, dict(zip(names, parameters, strict=True)), (x,))
+
+    assert torch.autograd.gradcheck(function, inputs, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(function, inputs)
+    gradients = torch.autograd.grad(experts(inputs[0]).sum(), inputs)
+    assert all(gradient.is_contiguous() for gradient in gradients[1:])
+
+
+def test_autocast_and_half_weights():
+    """Under autocast all products are in its type, within its rounding; a model in float64 stays there."""
+    experts = Experts(16, 32, 4)
+    x = torch.randn(4, 3, 16)
+    with torch.autocast("cpu", torch.float16):
+        y = experts(x)
+    assert y.dtype == torch.float16
+    torch.testing.assert_close(y.float(), experts(x), rtol=1e-2, atol=1e-2)
+    assert experts.double()(x.double()).dtype == torch.float64

@@ -9,24 +9,29 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 from transforms import TRANSFORMS
 
-from softmoe import compiled
+from softmoe.accelerate import guards
+from softmoe.accelerate import linear as module
 from softmoe.machine import is_amd
-from softmoe.models import dense as module
-from softmoe.models.dense import dense
 from softmoe.models.transformer import MLP
 
-needs_product = pytest.mark.skipif(not module._right(), reason="this torch has no such product")
+needs_product = pytest.mark.skipif(not module.self_test(), reason="this torch has no such product")
 
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes that oneDNN gets from now on, on any processor; small tensors are worth it too."""
     calls: list[tuple[int, ...]] = []
-    monkeypatch.setattr(compiled, "LARGE", 0)
-    monkeypatch.setattr(module, "faster", lambda: True)
+    monkeypatch.setattr(guards, "LARGE", 0)
+    monkeypatch.setattr(module, "use_onednn", lambda: True)
     plain = module._onednn
     monkeypatch.setattr(module, "_onednn", lambda x, *args: (calls.append(tuple(x.shape)), plain(x, *args))[1])
     return calls
+
+
+def dense(x: Tensor, layer: nn.Module) -> Tensor:
+    """The layer's output, with the fast class in the place of nn.Linear."""
+    guards.exchange(layer, nn.Linear, module.OneDNNLinear)
+    return layer(x)
 
 
 def outputs_and_gradients(x: Tensor, layer: nn.Linear, upstream: Tensor) -> list[Tensor]:
@@ -91,6 +96,7 @@ def test_whoever_listens_is_heard(products: list) -> None:
         dense(x, nn.Linear(8, 8))
     layer = nn.Linear(8, 8)
     layer.forward = lambda input: input * 3
+    products.clear()
     assert torch.equal(dense(x, layer), x * 3)
     assert heard == [(1, 4, 8), "backward", "everyone's"]
     assert torch.equal(dense(x, nn.Identity()), x)
@@ -104,6 +110,7 @@ def test_whoever_listens_is_heard(products: list) -> None:
 @needs_product
 def test_mlp_with_and_without(products: list, monkeypatch: pytest.MonkeyPatch) -> None:
     mlp = MLP(16, 48)
+    guards.exchange(mlp, nn.Linear, module.OneDNNLinear)
     x, upstream = torch.randn(2, 7, 16, requires_grad=True), torch.randn(2, 7, 16)
 
     def run() -> list[Tensor]:
@@ -112,7 +119,7 @@ def test_mlp_with_and_without(products: list, monkeypatch: pytest.MonkeyPatch) -
 
     found = run()
     assert len(products) == 4
-    monkeypatch.setattr(module, "faster", lambda: False)
+    monkeypatch.setattr(module, "use_onednn", lambda: False)
     for one, other in zip(found, run(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     assert len(products) == 4
@@ -125,7 +132,7 @@ def test_a_torch_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AttributeError("no such operator")
 
     monkeypatch.setattr(module, "_onednn", gone)
-    assert not module._right()
+    assert not module.self_test()
 
 
 @pytest.mark.parametrize(

@@ -10,21 +10,27 @@ from torch import Tensor
 from torch.nn import functional as F
 from transforms import TRANSFORMS
 
-from softmoe import compiled
-from softmoe.moe import gelu as module
-from softmoe.moe.gelu import gelu
+from softmoe.accelerate import activation as module
+from softmoe.accelerate import guards
+from softmoe.accelerate.activation import CompiledGELU
 
-needs_compiler = pytest.mark.skipif(isinstance(module._library(), str), reason=f"not compiled: {module._library()}")
+needs_compiler = pytest.mark.skipif(not module.KERNEL.available, reason=f"not compiled: {module.KERNEL.why_not()}")
 
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The compiled passes that are called from now on; small tensors are worth one too."""
     calls: list[str] = []
-    plain = module._call
-    monkeypatch.setattr(compiled, "LARGE", 0)
-    monkeypatch.setattr(module, "_call", lambda name, *inputs: (calls.append(name), plain(name, *inputs))[1])
+    plain = module._pass
+    monkeypatch.setattr(guards, "LARGE", 0)
+    monkeypatch.setattr(
+        module, "_pass", lambda function, *inputs: (calls.append(function.__name__), plain(function, *inputs))[1]
+    )
     return calls
+
+
+def gelu(x: Tensor, activation: str) -> Tensor:
+    return CompiledGELU(approximate="tanh" if activation == "gelu_tanh" else "none")(x)
 
 
 def both(x: Tensor, upstream: Tensor) -> list[Tensor]:
@@ -40,7 +46,7 @@ def test_output_and_gradient(shape: list[int], width: float, threads: int) -> No
     x, upstream = torch.randn(shape) * width, torch.randn(shape)
     exact = both(x.double(), upstream.double())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled, "LARGE", 0)
+        patch.setattr(guards, "LARGE", 0)
         torch.set_num_threads(threads)
         found = both(x, upstream)
         torch.set_num_threads(1)
@@ -84,16 +90,16 @@ def test_only_for_large_training_steps(passes: list[str], monkeypatch: pytest.Mo
     gelu(x.double(), "gelu_tanh")
     gelu(x.t(), "gelu_tanh")
     torch.testing.assert_close(gelu(x, "gelu"), F.gelu(x))
-    monkeypatch.setattr(compiled, "LARGE", x.nbytes)
+    monkeypatch.setattr(guards, "LARGE", x.nbytes)
     gelu(x, "gelu_tanh")
     assert passes == []
-    monkeypatch.setattr(compiled, "LARGE", x.nbytes - 1)
+    monkeypatch.setattr(guards, "LARGE", x.nbytes - 1)
     gelu(x, "gelu_tanh").sum().backward()  # a gradient that is one number, spread out
     assert passes == ["gelu", "gelu_backward"]
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "LARGE", 0)
-    monkeypatch.setattr(module, "_library", lambda: "no compiler")
+    monkeypatch.setattr(guards, "LARGE", 0)
+    monkeypatch.setattr(module.KERNEL, "_found", "no compiler")
     x = torch.randn(4, 6, requires_grad=True)
     assert torch.equal(gelu(x, "gelu_tanh"), F.gelu(x, approximate="tanh"))

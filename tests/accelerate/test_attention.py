@@ -1,6 +1,7 @@
 """The compiled attention against the plain one in float64."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,51 +11,68 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transforms import TRANSFORMS
 
-from softmoe import compiled
-from softmoe.models import attention as module
-from softmoe.models.attention import Layers, attend
+from softmoe.accelerate import attention as module
+from softmoe.accelerate import guards
 from softmoe.models.transformer import Attention
 
-needs_compiler = pytest.mark.skipif(isinstance(module._library(), str), reason=f"not compiled: {module._library()}")
+needs_compiler = pytest.mark.skipif(not module.KERNEL.available, reason=f"not compiled: {module.KERNEL.why_not()}")
 BOTH = ["_forward", "_backward"]
+
+
+class QKV(NamedTuple):
+    """The layers before the product of queries and keys."""
+
+    qkv: nn.Module
+    query_norm: nn.Module
+    key_norm: nn.Module
+
+
+def attend(x: Tensor, of: QKV, heads: int, mask: Tensor | None = None, dropout: float = 0.0) -> Tensor:
+    """An attention of these layers whose last one is the identity."""
+    attention = module.CompiledAttention.__new__(module.CompiledAttention)  # its own layers would be drawn at random
+    nn.Module.__init__(attention)
+    attention.heads, attention.dropout = heads, dropout
+    attention.qkv, attention.query_norm, attention.key_norm = of  # pyright: ignore[reportAttributeAccessIssue]
+    attention.out = nn.Identity()  # pyright: ignore[reportAttributeAccessIssue]
+    return attention(x, mask)
 
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The compiled passes that are called from now on; small tensors are worth one too."""
     calls: list[str] = []
-    monkeypatch.setattr(compiled, "LARGE", 0)
+    monkeypatch.setattr(guards, "LARGE", 0)
     for name in BOTH:
         plain = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args, f=plain, n=name: (calls.append(n), f(*args))[1])
     return calls
 
 
-def layers(heads: int, width: int, *, qk_norm: bool = True, dim: int = 24) -> Layers:
+def layers(heads: int, width: int, *, qk_norm: bool = True, dim: int = 24) -> QKV:
     qkv = nn.Linear(dim, 3 * heads * width)
     nn.init.normal_(qkv.bias)
     norms = [nn.LayerNorm(width, eps=eps, bias=False) if qk_norm else nn.Identity() for eps in (1e-6, 1e-2)]
     for scale in (p for norm in norms for p in norm.parameters()):
         nn.init.normal_(scale)
-    return Layers(qkv, *norms)
+    return QKV(qkv, *norms)
 
 
-def parameters(of: Layers) -> list[nn.Parameter]:
+def parameters(of: QKV) -> list[nn.Parameter]:
     return [p for layer in of for p in layer.parameters()]
 
 
-def exactly(of: Layers) -> Layers:
+def exactly(of: QKV) -> QKV:
     """The same in float64."""
     width = of.qkv.out_features // 3
     heads = width // of.query_norm.normalized_shape[0] if isinstance(of.query_norm, nn.LayerNorm) else 1
     copy = layers(heads, width // heads, qk_norm=isinstance(of.query_norm, nn.LayerNorm), dim=of.qkv.in_features)
     for one, other in zip(copy, of, strict=True):
         one.load_state_dict(other.state_dict())
-    return Layers(*(layer.double() for layer in copy))
+    return QKV(*(layer.double() for layer in copy))
 
 
 def outputs_and_gradients(
-    x: Tensor, of: Layers, heads: int, mask: Tensor | None, upstream: Tensor | None = None
+    x: Tensor, of: QKV, heads: int, mask: Tensor | None, upstream: Tensor | None = None
 ) -> list[Tensor]:
     x = x.clone().requires_grad_()
     y = attend(x, of, heads, mask)
@@ -62,7 +80,7 @@ def outputs_and_gradients(
     return [y, *torch.autograd.grad(y, (x, *parameters(of)), upstream)]
 
 
-def check(passes: list[str], x: Tensor, of: Layers, heads: int, mask: Tensor | None = None) -> list[Tensor]:
+def check(passes: list[str], x: Tensor, of: QKV, heads: int, mask: Tensor | None = None) -> list[Tensor]:
     found = outputs_and_gradients(x, of, heads, mask)
     assert passes == BOTH
     exact = outputs_and_gradients(x.double(), exactly(of), heads, mask)
@@ -87,9 +105,9 @@ def test_the_number_of_threads_changes_no_bit(passes: list[str]) -> None:
     results = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        given = module._Given(F.linear(x, of.qkv.weight), of.qkv.bias, of.query_norm.weight, of.key_norm.weight)
+        given = module._Inputs(F.linear(x, of.qkv.weight), of.qkv.bias, of.query_norm.weight, of.key_norm.weight)
         with torch.no_grad():
-            library = compiled.loaded(module._library())
+            library = module.KERNEL.library
             found = module._forward(library, given, None, 3, (1e-6, 1e-6))
             results.append([*found, *module._backward(library, given, None, (*found, found[0]), (1e-6, 1e-6))])
     for others in results[1:]:
@@ -146,6 +164,7 @@ def test_gradients_laid_out_otherwise(passes: list[str]) -> None:
 def test_attention_with_and_without(passes: list[str], monkeypatch: pytest.MonkeyPatch, qk_norm: bool) -> None:
     """The whole module: the same output and the same gradients of everything."""
     attention = Attention(96, 3, qk_norm=qk_norm)
+    guards.exchange(attention, Attention, module.CompiledAttention)
     x, upstream = torch.randn(2, 7, 96, requires_grad=True), torch.randn(2, 7, 96)
 
     def run() -> list[Tensor]:
@@ -154,7 +173,7 @@ def test_attention_with_and_without(passes: list[str], monkeypatch: pytest.Monke
 
     found = run()
     assert passes == BOTH
-    monkeypatch.setattr(compiled, "LARGE", 1 << 30)
+    monkeypatch.setattr(guards, "LARGE", 1 << 30)
     for one, other in zip(found, run(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     assert passes == BOTH
@@ -178,7 +197,7 @@ def test_frozen_parameters(passes: list[str]) -> None:
 def test_transforms_see_what_they_can_derive(passes: list[str], transform: Callable[..., Tensor]) -> None:
     x, of = torch.randn(3, 4, 24), layers(2, 16)
 
-    def function(of: Layers) -> Callable[[Tensor], Tensor]:
+    def function(of: QKV) -> Callable[[Tensor], Tensor]:
         return lambda x: attend(x, of, 2).pow(3).sum()
 
     with sdpa_kernel(SDPBackend.MATH):
@@ -211,8 +230,8 @@ def test_whoever_listens_is_heard(passes: list[str]) -> None:
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "LARGE", 0)
-    monkeypatch.setattr(module, "_library", lambda: "no compiler")
+    monkeypatch.setattr(guards, "LARGE", 0)
+    monkeypatch.setattr(module.KERNEL, "_found", "no compiler")
     x, of = torch.randn(2, 5, 24, requires_grad=True), layers(2, 16)
     found = outputs_and_gradients(x, of, 2, None)
     exact = outputs_and_gradients(x.double(), exactly(of), 2, None)

@@ -2,7 +2,7 @@
 // loops that a compiler turns into vectors.
 #include <cstdint>
 
-#include "../vectors.h"
+#include "vectors.h"
 
 namespace {
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from softmoe.train import adamw
-from softmoe.train.adamw import CompactAdamW, round_at_random
+from softmoe.accelerate import optimizer as adamw
+from softmoe.accelerate.optimizer import CompactAdamW, round_at_random
 from softmoe.train.config import OptimSection
 from softmoe.train.optim import make_optimizer
 
@@ -41,13 +41,12 @@ def test_the_mean_of_rounded_values_is_the_value() -> None:
     assert value.double().mean().item() == pytest.approx(1.0023, rel=1e-6)
 
 
-needs_compiler = pytest.mark.skipif(isinstance(adamw.kernel(), str), reason=f"not compiled: {adamw.kernel()}")
+needs_compiler = pytest.mark.skipif(not adamw.KERNEL.available, reason=f"not compiled: {adamw.KERNEL.why_not()}")
 
 
 def test_the_first_step_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """From zero moments the update in pieces has nothing rounded in it: equal bits, whatever the pieces."""
     monkeypatch.setattr(adamw, "PIECE", 7)
-    monkeypatch.setattr(adamw, "kernel", lambda: "not asked for")
     ours, theirs = parameters(0, (3, 5), (4,), ()), parameters(0, (3, 5), (4,), ())
     for one, other in zip(ours, theirs, strict=True):
         one.grad = other.grad = torch.randn(one.shape)
@@ -64,14 +63,13 @@ def test_one_pass_is_as_in_pieces(monkeypatch: pytest.MonkeyPatch, piece: int) -
     monkeypatch.setattr(adamw, "PIECE", piece)
     ours, theirs = (parameters(0, (3, 5), (), (8, 9, 700)) for _ in range(2))
     compact, plain = CompactAdamW(ours, **SETTINGS), CompactAdamW(theirs, **SETTINGS)
+    adamw.switch_on(nn.Identity(), compact)
     for step in range(20):
         torch.manual_seed(step)
         for one, other in zip(ours, theirs, strict=True):
             one.grad = other.grad = torch.randn(one.shape) * 10 ** torch.empty(one.shape).uniform_(-6, 2)
         compact.step()
-        with monkeypatch.context() as patch:
-            patch.setattr(adamw, "kernel", lambda: "not asked for")
-            plain.step()
+        plain.step()
         for one, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
             one.data.copy_(other.data)

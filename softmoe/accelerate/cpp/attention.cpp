@@ -9,7 +9,7 @@
 #include <cstring>
 #include <vector>
 
-#include "../vectors.h"
+#include "vectors.h"
 
 namespace {
 

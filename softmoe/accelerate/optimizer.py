@@ -1,7 +1,7 @@
 """AdamW that keeps its two moments in bfloat16: half of their memory, and so three quarters of a training's.
 
-The update is computed in float32: on a CPU by adamw.cpp in one pass over memory, elsewhere and without a compiler by
-torch's fused one on pieces that stay in the cache. Of the moments only what is kept between steps is rounded: the first
+The update is computed in float32: by torch's fused one on pieces that stay in the cache, or, once it is switched on, on
+a CPU by optimizer.cpp in one pass over memory. Of the moments only what is kept between steps is rounded: the first
 to the nearest number, the second at random, up or down so that its mean is right.
 With a beta2 of 0.999 a step changes the second moment by less than half a unit of bfloat16's last place: rounded to the
 nearest it would stay where it is for ever, and the step size with it.
@@ -12,19 +12,28 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterable, Mapping
-from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from softmoe.compiled import address, library_of
-from softmoe.parallel import local
+from softmoe.accelerate.build import Kernel, call
+from softmoe.accelerate.guards import Off
 
 PIECE = 1 << 20  # numbers updated at a time
 _SHIFTS = 1 << 12
 _CUT = -(1 << 16)  # the bits of a float32 that bfloat16 has
+
+
+def switch_on(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
+    if not isinstance(optimizer, CompactAdamW):
+        raise Off("no optimizer with moments in bfloat16")
+    if why := KERNEL.why_not():
+        raise Off(why)
+    if any(p.device.type != "cpu" for group in optimizer.param_groups for p in group["params"]):
+        raise Off("not on a CPU")
+    optimizer.in_one_pass = True
+    return "moments in bfloat16"
 
 
 class Flat(NamedTuple):
@@ -51,14 +60,13 @@ class CompactAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.01,
     ):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.in_one_pass = False
+        """Whether the compiled update is used."""
         self._room: dict[torch.device, _Room] = {}
 
     def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        self.update(self.arrived(), torch.get_num_threads())
-
-    def arrived(self) -> dict[Tensor, Tensor]:
-        """The parameters that have gradients, and those."""
-        return {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
+        gradients = {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
+        self.update(gradients, torch.get_num_threads())
 
     @torch.no_grad()
     def update(self, gradients: Mapping[Tensor, Tensor], threads: int) -> None:
@@ -77,12 +85,11 @@ class CompactAdamW(torch.optim.Optimizer):
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
         state["step"] += 1
-        weight, first, second = (local(t).view(-1) for t in (parameter, state["exp_avg"], state["exp_avg_sq"]))
-        flat = Flat(weight, local(gradient).reshape(-1), first, second)
+        weight, first, second = (t.view(-1) for t in (parameter, state["exp_avg"], state["exp_avg_sq"]))
+        flat = Flat(weight, gradient.reshape(-1), first, second)
         room = self._room.get(weight.device) or self._room.setdefault(weight.device, _Room(weight.device))
-        library = kernel() if weight.device.type == "cpu" else None
-        if isinstance(library, ctypes.CDLL) and weight.dtype == flat.gradient.dtype == torch.float32:
-            in_one_pass(library, flat, room.numbers, (int(state["step"]), index), group, threads)
+        if self.in_one_pass and weight.dtype == flat.gradient.dtype == torch.float32:
+            in_one_pass(KERNEL.library, flat, room.numbers, (int(state["step"]), index), group, threads)
         else:
             in_pieces(flat, room, state["step"], index, group)
 
@@ -99,12 +106,7 @@ def in_pieces(flat: Flat, room: _Room, step: Tensor, index: int, group: dict[str
         second.copy_(v)
 
 
-@cache
-def kernel() -> ctypes.CDLL | str:
-    return library_of(Path(__file__).with_name("adamw.cpp"), _right)
-
-
-def _right(library: ctypes.CDLL) -> bool:
+def self_test(library: ctypes.CDLL) -> bool:
     """A weight of 1 and a first gradient of 2: both moments are exact, and the step is one rate."""
     flat = Flat(torch.ones(40), torch.full((40,), 2.0), *torch.zeros(2, 40, dtype=torch.bfloat16))
     group = {"lr": 0.25, "betas": (0.5, 0.75), "eps": 0.0, "weight_decay": 0.0}
@@ -127,12 +129,8 @@ def in_one_pass(
         1 / math.sqrt(1 - beta2**step),
         group["eps"],
     )
-    library.adamw(
-        *map(address, (*flat, noise)),
-        *map(ctypes.c_int64, (flat.weight.numel(), len(noise) - _SHIFTS, _SHIFTS, *seed)),
-        *map(ctypes.c_float, settings),
-        ctypes.c_int(threads),
-    )
+    sizes = (flat.weight.numel(), len(noise) - _SHIFTS, _SHIFTS)
+    call(library.adamw, *flat, noise, *sizes, *seed, *map(float, settings), threads=threads)
 
 
 def fused_update(weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, step: Tensor, group: dict[str, Any]) -> None:
@@ -174,3 +172,6 @@ def round_at_random(values: Tensor, noise: Tensor) -> None:
     `noise` is int32, uniform over the 16 bits that are cut.
     """
     values.view(torch.int32).add_(noise).bitwise_and_(_CUT)
+
+
+KERNEL = Kernel("optimizer", self_test)

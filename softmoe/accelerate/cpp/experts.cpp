@@ -3,8 +3,8 @@
 //
 // Letters: N matrices, S rows, w is (N, P, Q) with Q numbers side by side. All float32, Q a multiple of 16.
 //
-//   across   y (N, S, Q) = x (N, S, P) w + bias (N, Q)
-//   along    y (N, S, P) = x (N, S, Q) w^T + bias (N, P)
+//   matmul   y (N, S, Q) = x (N, S, P) w + bias (N, Q)
+//   matmul_t y (N, S, P) = x (N, S, Q) w^T + bias (N, P)
 //   outer    w (N, P, Q) = a^T b, a is (N, S, P), b is (N, S, Q)
 //
 // A bias may be null. Up to eight rows share each number of w that is read; their sums, 24 vectors, stay in registers
@@ -14,7 +14,7 @@
 #include <numeric>
 #include <vector>
 
-#include "../vectors.h"
+#include "vectors.h"
 
 namespace {
 
@@ -44,7 +44,7 @@ inline void end_of_far_stores() {
 
 // R rows of y, V vectors wide, take `count` lines of w. The same place of the lines after them is fetched meanwhile.
 template <int R, int V>
-void across_tile(const float* x, const float* w, float* y, int64_t count, int64_t ahead, int64_t P, int64_t Q) {
+void matmul_tile(const float* x, const float* w, float* y, int64_t count, int64_t ahead, int64_t P, int64_t Q) {
     Floats sums[R][V];
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++) sums[r][v] = load(y + r * Q + v * LANES);
@@ -62,15 +62,15 @@ void across_tile(const float* x, const float* w, float* y, int64_t count, int64_
 }
 
 template <int R>
-void across_rows(const float* x, const float* w, float* y, int64_t count, int64_t ahead, int64_t P, int64_t Q) {
+void matmul_rows(const float* x, const float* w, float* y, int64_t count, int64_t ahead, int64_t P, int64_t Q) {
     int64_t q = 0;
-    for (; q + WIDE * LANES <= Q; q += WIDE * LANES) across_tile<R, WIDE>(x, w + q, y + q, count, ahead, P, Q);
-    for (; q < Q; q += LANES) across_tile<R, 1>(x, w + q, y + q, count, ahead, P, Q);
+    for (; q + WIDE * LANES <= Q; q += WIDE * LANES) matmul_tile<R, WIDE>(x, w + q, y + q, count, ahead, P, Q);
+    for (; q < Q; q += LANES) matmul_tile<R, 1>(x, w + q, y + q, count, ahead, P, Q);
 }
 
 // R rows of x against J lines of w. The lines after them are fetched meanwhile.
 template <int R, int J>
-void along_tile(const float* x, const float* w, const float* bias, float* y, int64_t P, int64_t Q) {
+void matmul_t_tile(const float* x, const float* w, const float* bias, float* y, int64_t P, int64_t Q) {
     Floats sums[R][J] = {};
     for (int64_t q = 0; q < Q; q += LANES) {
         Floats lines[J];
@@ -88,16 +88,16 @@ void along_tile(const float* x, const float* w, const float* bias, float* y, int
 }
 
 template <int R>
-void along_rows(const float* x, const float* w, const float* bias, float* y, int64_t count, int64_t P, int64_t Q) {
+void matmul_t_rows(const float* x, const float* w, const float* bias, float* y, int64_t count, int64_t P, int64_t Q) {
     int64_t p = 0;
-    for (; p + WIDE <= count; p += WIDE) along_tile<R, WIDE>(x, w + p * Q, bias ? bias + p : nullptr, y + p, P, Q);
-    for (; p < count; p++) along_tile<R, 1>(x, w + p * Q, bias ? bias + p : nullptr, y + p, P, Q);
+    for (; p + WIDE <= count; p += WIDE) matmul_t_tile<R, WIDE>(x, w + p * Q, bias ? bias + p : nullptr, y + p, P, Q);
+    for (; p < count; p++) matmul_t_tile<R, 1>(x, w + p * Q, bias ? bias + p : nullptr, y + p, P, Q);
 }
 
-constexpr decltype(&across_rows<1>) ACROSS[] = {across_rows<1>, across_rows<2>, across_rows<3>, across_rows<4>,
-                                                across_rows<5>, across_rows<6>, across_rows<7>, across_rows<8>};
-constexpr decltype(&along_rows<1>) ALONG[] = {along_rows<1>, along_rows<2>, along_rows<3>, along_rows<4>,
-                                              along_rows<5>, along_rows<6>, along_rows<7>, along_rows<8>};
+constexpr decltype(&matmul_rows<1>) MATMUL[] = {matmul_rows<1>, matmul_rows<2>, matmul_rows<3>, matmul_rows<4>,
+                                                matmul_rows<5>, matmul_rows<6>, matmul_rows<7>, matmul_rows<8>};
+constexpr decltype(&matmul_t_rows<1>) MATMUL_T[] = {matmul_t_rows<1>, matmul_t_rows<2>, matmul_t_rows<3>, matmul_t_rows<4>,
+                                              matmul_t_rows<5>, matmul_t_rows<6>, matmul_t_rows<7>, matmul_t_rows<8>};
 
 // J lines of w from S rows, whose J factors stay in registers. Returns the sum of the squares of what is written.
 template <int S, int J>
@@ -171,7 +171,7 @@ inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 }  // namespace
 
-extern "C" void across(const float* x, const float* w, const float* bias, float* y, int64_t N, int64_t S, int64_t P,
+extern "C" void matmul(const float* x, const float* w, const float* bias, float* y, int64_t N, int64_t S, int64_t P,
                        int64_t Q, int threads) {
     const int64_t tiles = (S + ROWS - 1) / ROWS;
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
@@ -184,13 +184,13 @@ extern "C" void across(const float* x, const float* w, const float* bias, float*
             const int64_t count = least(LINES, P - p), ahead = p + 2 * LINES <= P ? LINES : 0;
             for (int64_t t = 0; t < tiles; t++) {  // of rows, as even as can be
                 const int64_t top = n * S + t * S / tiles, bottom = n * S + (t + 1) * S / tiles;
-                ACROSS[bottom - top - 1](x + top * P + p, w + (n * P + p) * Q, y + top * Q, count, ahead, P, Q);
+                MATMUL[bottom - top - 1](x + top * P + p, w + (n * P + p) * Q, y + top * Q, count, ahead, P, Q);
             }
         }
     }
 }
 
-extern "C" void along(const float* x, const float* w, const float* bias, float* y, int64_t N, int64_t S, int64_t P,
+extern "C" void matmul_t(const float* x, const float* w, const float* bias, float* y, int64_t N, int64_t S, int64_t P,
                       int64_t Q, int threads) {
     const int64_t tiles = (S + ROWS - 1) / ROWS;
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
@@ -199,7 +199,7 @@ extern "C" void along(const float* x, const float* w, const float* bias, float* 
             const int64_t count = least(LINES, P - p);
             for (int64_t t = 0; t < tiles; t++) {
                 const int64_t top = n * S + t * S / tiles, bottom = n * S + (t + 1) * S / tiles;
-                ALONG[bottom - top - 1](x + top * Q, w + (n * P + p) * Q, bias ? bias + n * P + p : nullptr,
+                MATMUL_T[bottom - top - 1](x + top * Q, w + (n * P + p) * Q, bias ? bias + n * P + p : nullptr,
                                         y + top * P + p, count, P, Q);
             }
         }

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "../vectors.h"
+#include "vectors.h"
 
 namespace {
 

@@ -1,0 +1,198 @@
+"""C++ of our own: built once with the machine's compiler, kept in the cache folder, tried, and loaded.
+
+No compiler, or one that fails, is no error: there is a sentence instead of a library, and whoever asked computes the
+same with torch, more slowly. `SOFTMOE_ACCELERATE=off` asks for that.
+
+A library is code that runs as the user, so the cache is trusted only as far as it can be checked: folder and file
+belong to this user, nobody else may write them, and the file ends in a sum of its bytes. One that is cut or damaged is
+built anew.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import re
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from softmoe.machine import CPUINFO, cache_folder
+
+SOURCES = Path(__file__).with_name("cpp")
+_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-fno-math-errno", "-Wno-psabi")
+_NATIVE = ("-march=native",)
+_INCLUDE = re.compile(r'^#include "(.+)"', re.MULTILINE)
+_SUM_BYTES = 32
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+class CannotBuild(Exception):
+    """There is no library here; the text says why in one sentence."""
+
+
+class Kernel:
+    """One file of cpp/, built, tried and loaded when it is first asked for.
+
+    `self_test` gets the library and says whether its results are right; a wrong one is never used.
+    """
+
+    def __init__(self, name: str, self_test: Callable[[ctypes.CDLL], bool], flags: tuple[str, ...] = ()):
+        self.source, self.self_test, self.flags = SOURCES / f"{name}.cpp", self_test, flags
+        self._found: ctypes.CDLL | str | None = None
+
+    def why_not(self) -> str | None:
+        """The reason why there is no library, or None where it works."""
+        if turned_off():
+            return "turned off by SOFTMOE_ACCELERATE"
+        if self._found is None:
+            self._found = self._load()
+        return None if isinstance(self._found, ctypes.CDLL) else self._found
+
+    @property
+    def available(self) -> bool:
+        return self.why_not() is None
+
+    @property
+    def library(self) -> ctypes.CDLL:
+        """The library, for whoever knows that there is one."""
+        assert self.available, self.why_not()
+        assert isinstance(self._found, ctypes.CDLL)
+        return self._found
+
+    def forget(self) -> None:
+        """Ask for compiler and cache again at the next use."""
+        self._found = None
+
+    def _load(self) -> ctypes.CDLL | str:
+        try:
+            found = ctypes.CDLL(str(build(self.source, (*_NATIVE, *self.flags))))
+        except (CannotBuild, OSError) as error:
+            return str(error)
+        return found if self.self_test(found) else f"its results are wrong on this machine ({self.source.name})"
+
+
+def turned_off() -> bool:
+    return os.environ.get("SOFTMOE_ACCELERATE", "on").lower() in ("off", "0", "no")
+
+
+def call(function: Callable[..., Any], *arguments: Tensor | np.ndarray | int | float | None, threads: int = 0) -> Any:
+    """Call a compiled function: tensors by their addresses, whole numbers as int64, others as float32, and at last the
+    number of threads (0: as many as torch uses). The caller keeps the tensors alive and has checked their shapes."""
+    return function(*map(_as_c, arguments), ctypes.c_int(threads or torch.get_num_threads()))
+
+
+def _as_c(argument: Tensor | np.ndarray | int | float | None) -> Any:
+    if argument is None:
+        return None
+    if isinstance(argument, Tensor | np.ndarray):
+        return ctypes.c_void_p(argument.data_ptr() if isinstance(argument, Tensor) else argument.ctypes.data)
+    return ctypes.c_int64(argument) if isinstance(argument, int) else ctypes.c_float(argument)
+
+
+def build(source: Path, native: tuple[str, ...] = _NATIVE) -> Path:
+    """The shared library, compiled if it is not in the cache. Its name holds all that decides what is inside."""
+    compiler = next((c for c in (os.environ.get("CXX"), "g++", "clang++", "c++") if c and shutil.which(c)), None)
+    if compiler is None:
+        raise CannotBuild("no C++ compiler was found (g++ or clang++)")
+    said = "\0".join([*_texts(source), compiler, *_FLAGS, *native, platform.machine(), processor()])
+    key = hashlib.blake2b(said.encode(), digest_size=12).hexdigest()
+    try:
+        target = cache_folder() / "kernels" / f"{source.stem}-{key}.so"
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        check_owner(target.parent)
+        if is_whole(target):
+            return target
+        with _locked(target.parent):
+            if not is_whole(target):  # another process may have built it meanwhile
+                _compile([compiler, *_FLAGS, *native, str(source)], target)
+    except OSError as error:
+        where = error.filename or cache_folder()
+        raise CannotBuild(f"the compiled {source.stem} cannot be kept in {where}: {error.strerror}") from error
+    return target
+
+
+def _compile(command: list[str], target: Path) -> None:
+    handle, partial = tempfile.mkstemp(dir=target.parent, prefix=f".{target.stem}-", suffix=".so")
+    os.close(handle)
+    try:
+        try:
+            done = subprocess.run([*command, "-o", partial], capture_output=True, text=True, timeout=300)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise CannotBuild(f"{command[0]} could not be run: {error}") from error
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if "error" in line] or ["it said nothing"]
+            raise CannotBuild(f"{command[0]} failed: {lines[0].strip()}")
+        with open(partial, "rb+") as file:
+            found = hashlib.blake2b(file.read(), digest_size=_SUM_BYTES).digest()
+            file.write(found)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(partial, 0o700)
+        os.replace(partial, target)
+    finally:
+        Path(partial).unlink(missing_ok=True)
+
+
+def check_owner(path: Path) -> None:
+    """CannotBuild if somebody else could have put something there."""
+    facts = path.lstat()
+    if stat.S_ISLNK(facts.st_mode):
+        raise CannotBuild(f"{path} is a link, and code is not loaded through one")
+    if hasattr(os, "geteuid") and facts.st_uid != os.geteuid():
+        raise CannotBuild(f"{path} belongs to another user, so code from there is not loaded; set SOFTMOE_CACHE")
+    if facts.st_mode & _WRITABLE_BY_OTHERS:
+        raise CannotBuild(f"{path} may be written by others, so code from there is not loaded: chmod go-w {path}")
+
+
+def is_whole(library: Path) -> bool:
+    """True if the file is there and ends in the sum of its bytes. CannotBuild if it is not ours alone."""
+    try:
+        check_owner(library)
+        content = library.read_bytes()
+    except FileNotFoundError:
+        return False
+    found = hashlib.blake2b(content[:-_SUM_BYTES], digest_size=_SUM_BYTES).digest()
+    return len(content) > _SUM_BYTES and found == content[-_SUM_BYTES:]
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process builds at a time, so that many that start together build each library once."""
+    try:
+        import fcntl
+    except ImportError:  # no such locks on this system: several may build, each file is whole
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # nor on this file system
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _texts(source: Path) -> list[str]:
+    """The text of a file, and of those beside it that it includes."""
+    text = source.read_text()
+    return [text, *(t for name in _INCLUDE.findall(text) for t in _texts(source.parent / name))]
+
+
+def processor() -> str:
+    """The description that -march=native depends on; a cache folder may be shared by different machines."""
+    try:
+        text = CPUINFO.read_text()
+    except OSError:
+        return platform.processor()
+    kept = ("flags", "Features", "model name", "CPU part")
+    return "\n".join(sorted({line for line in text.splitlines() if line.startswith(kept)}))

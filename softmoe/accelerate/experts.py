@@ -1,0 +1,180 @@
+"""The experts' batched products by experts.cpp, where each expert sees few rows and reading weights takes the time.
+
+Letters: N experts, S rows per expert, I and O numbers in and out. A weight is (N, I, O), or (N, O, I) if transposed.
+
+Gradients of weights are written where they are wanted, into memory that was used before (see buffers.py).
+"""
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from softmoe.accelerate.build import Kernel, call
+from softmoe.accelerate.guards import (
+    LANES,
+    Off,
+    backward_is_plain,
+    exchange,
+    no_tangents,
+    no_tracing_or_transforms,
+    plain_float32,
+)
+from softmoe.moe import Experts
+
+try:
+    from softmoe.accelerate.buffers import acquire, remember_squares
+except ImportError:  # that technique was taken away
+
+    def acquire(like: Tensor) -> Tensor:
+        return torch.empty_like(like)
+
+    def remember_squares(weight: Tensor, gradient: Tensor, squares: float) -> None:
+        pass
+
+
+MAX_ROWS = 32
+"""With more rows, the usual products have enough to do while they read."""
+LARGE = 1 << 25
+"""Bytes of all weights; smaller ones may stay in a cache."""
+
+
+def switch_on(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
+    if why := KERNEL.why_not():
+        raise Off(why)
+    if not (count := exchange(model, Experts, CompiledExperts)):
+        raise Off("no experts in this model")
+    return f"{count} layers"
+
+
+class CompiledExperts(Experts):
+    plain_class = Experts
+
+    def forward(self, x_NSD: Tensor) -> Tensor:
+        if not self._applies(x_NSD):
+            return super().forward(x_NSD)
+        x_NSD = x_NSD.contiguous()  # once, for both passes
+        active_NSH = self.gelu(batched_linear(x_NSD, self.w1, self.b1, False))
+        active_NSH = F.dropout(active_NSH, self.dropout, self.training)
+        y_NSD = batched_linear(active_NSH, self.w2, self.b2, True)
+        return F.dropout(y_NSD, self.dropout, self.training)
+
+    def _applies(self, x_NSD: Tensor) -> bool:
+        """True for float32 rows of the right shape on a CPU that nobody traces or transforms."""
+        tensors = (x_NSD, self.w1, self.b1, self.w2, self.b2)
+        return (
+            x_NSD.ndim == 3
+            and x_NSD.shape[0] == self.num_experts
+            and x_NSD.shape[2] == self.dim
+            and no_tracing_or_transforms()
+            and not torch.is_autocast_enabled("cpu")
+            and plain_float32(*tensors)
+            and no_tangents(*tensors)
+        )
+
+
+@torch.library.custom_op("softmoe::batched_linear", mutates_args=(), device_types="cpu")
+def batched_linear(x_NSI: Tensor, w: Tensor, b_NO: Tensor, transposed: bool) -> Tensor:
+    """x w + b, (N, S, O)."""
+    if kernel_supports(x_NSI, w, b_NO):
+        return matmul_t(x_NSI, w, b_NO) if transposed else matmul(x_NSI, w, b_NO)
+    return torch.baddbmm(b_NO.unsqueeze(1), x_NSI, w.transpose(1, 2) if transposed else w)
+
+
+@batched_linear.register_fake
+def _(x_NSI: Tensor, w: Tensor, b_NO: Tensor, transposed: bool) -> Tensor:
+    return x_NSI.new_empty(x_NSI.shape[0], x_NSI.shape[1], b_NO.shape[1])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x_NSI, w, _, ctx.transposed = inputs
+    ctx.save_for_backward(x_NSI, w)
+
+
+def _backward(ctx: Any, dy_NSO: Tensor) -> tuple[Tensor | None, ...]:
+    x_NSI, w = ctx.saved_tensors
+    needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
+    plain = backward_is_plain(dy_NSO)  # a gradient that may itself be derived is not written into used memory
+    compiled = not plain and kernel_supports(x_NSI, w, dy_NSO)
+    dy_NSO = dy_NSO.contiguous() if compiled else dy_NSO
+    left, right = (dy_NSO, x_NSI) if ctx.transposed else (x_NSI, dy_NSO)
+    dx_NSI = dw = None
+    if needs_x:
+        if compiled:
+            dx_NSI = matmul(dy_NSO, w) if ctx.transposed else matmul_t(dy_NSO, w)
+        else:
+            dx_NSI = torch.bmm(dy_NSO, w if ctx.transposed else w.transpose(1, 2))
+    if needs_w:
+        if compiled:
+            dw = acquire(w)
+            remember_squares(w, dw, outer(left, right, dw))
+        else:
+            dw = torch.bmm(left.transpose(1, 2), right, out=None if plain else acquire(w))
+    return dx_NSI, dw, dy_NSO.sum(1) if needs_b else None, None
+
+
+batched_linear.register_autograd(_backward, setup_context=_save)
+
+
+def kernel_supports(x_NSK: Tensor, w: Tensor, *others: Tensor) -> bool:
+    """True for plain float32 tensors on a CPU, few rows, large weights."""
+    return (
+        x_NSK.shape[1] <= MAX_ROWS
+        and w.nbytes >= LARGE
+        and w.shape[2] % LANES == 0
+        and plain_float32(x_NSK, w, *others)
+        and w.is_contiguous()
+        and KERNEL.available
+    )
+
+
+def matmul(x_NSP: Tensor, w_NPQ: Tensor, bias_NQ: Tensor | None = None) -> Tensor:
+    """x w + bias, (N, S, Q)."""
+    return _product(KERNEL.library.matmul, x_NSP, w_NPQ, bias_NQ, w_NPQ.shape[2])
+
+
+def matmul_t(x_NSQ: Tensor, w_NPQ: Tensor, bias_NP: Tensor | None = None) -> Tensor:
+    """x w^T + bias, (N, S, P)."""
+    return _product(KERNEL.library.matmul_t, x_NSQ, w_NPQ, bias_NP, w_NPQ.shape[1])
+
+
+def outer(a_NSP: Tensor, b_NSQ: Tensor, out_NPQ: Tensor) -> float:
+    """a^T b, written to `out`, which begins at a multiple of 64 bytes. Returns the sum of its squares."""
+    return _outer(KERNEL.library, a_NSP, b_NSQ, out_NPQ)
+
+
+def _product(function: Callable[..., Any], x: Tensor, w: Tensor, bias: Tensor | None, width: int) -> Tensor:
+    x, bias = x.contiguous(), None if bias is None else bias.contiguous()
+    y = x.new_empty(x.shape[0], x.shape[1], width)
+    call(function, x, w, bias, y, x.shape[0], x.shape[1], w.shape[1], w.shape[2])
+    return y
+
+
+def _outer(library: ctypes.CDLL, a: Tensor, b: Tensor, out: Tensor) -> float:
+    assert out.data_ptr() % 64 == 0
+    a, b = a.contiguous(), b.contiguous()
+    library.outer.restype = ctypes.c_double
+    return call(library.outer, a, b, out, a.shape[0], a.shape[1], a.shape[2], b.shape[2])
+
+
+def self_test(library: ctypes.CDLL) -> bool:
+    """Whole numbers, exact in every order of summation."""
+    x = torch.arange(2 * 5 * 6).remainder(7).view(2, 5, 6).float() - 3
+    w = torch.arange(2 * 6 * 32).remainder(11).view(2, 6, 32).float() - 5
+    y = _product(library.matmul, x, w, w[:, 0], 32)
+    back = _product(library.matmul_t, y, w, None, 6)
+    gradient = torch.empty_like(w)
+    squares = _outer(library, x, y, gradient)
+    exact = x @ w + w[:, :1]
+    return (
+        torch.equal(y, exact)
+        and torch.equal(back, exact @ w.transpose(1, 2))
+        and torch.equal(gradient, x.transpose(1, 2) @ exact)
+        and squares == gradient.square().sum().item()
+    )
+
+
+KERNEL = Kernel("experts", self_test)

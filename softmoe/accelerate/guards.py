@@ -1,0 +1,94 @@
+"""The conditions under which a compiled pass may stand for torch's, and the exchange of a module's class.
+
+A compiled pass sees plain float32 numbers on a CPU and nothing else. Whoever traces, transforms, counts or hooks what a
+layer computes gets torch's own operators instead.
+"""
+
+from typing import TypeGuard, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.modules import module as torch_module
+
+LARGE = 1 << 22
+"""Bytes; where less is passed over, calling takes the time."""
+LANES = 16
+"""Numbers in the widest vector that the compiled loops use."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+T = TypeVar("T", bound=nn.Module)
+
+
+class Off(Exception):
+    """Raised by a technique that does nothing here; the text says why."""
+
+
+def exchange(model: nn.Module, plain: type[nn.Module], fast: type[nn.Module]) -> int:
+    """Give every module of exactly the class `plain` the class `fast`, a subclass of it; returns how many there are.
+
+    The object stays: parameters, names, hooks and whoever refers to it. Copies have the new class too.
+    """
+    assert issubclass(fast, plain)
+    found = [module for module in model.modules() if type(module) is plain]
+    for module in found:
+        module.__class__ = fast
+    return len(found)
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class a module had before a technique changed it, or its own."""
+    return getattr(type(module), "plain_class", type(module))
+
+
+def is_exactly(module: nn.Module, kind: type[T]) -> TypeGuard[T]:
+    """True for this class and the fast one that a technique put in its place, not for other subclasses."""
+    return plain_class(module) is kind
+
+
+def kernel_applies(x: Tensor, *others: Tensor, times: int = 1) -> bool:
+    """True in a training step on more than LARGE bytes (`times` those of x), all plain and contiguous, that nobody
+    traces or transforms."""
+    return (
+        no_tracing_or_transforms()
+        and torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and x.requires_grad
+        and times * x.nbytes > LARGE
+        and plain_float32(x, *others)
+        and all(t.is_contiguous() for t in (x, *others))
+        and no_tangents(x, *others)
+    )
+
+
+def plain_float32(*tensors: Tensor) -> bool:
+    """True if all are float32 on a CPU, and of no class with operators of its own."""
+    kinds = (Tensor, nn.Parameter)
+    return all(type(t) in kinds and t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors)
+
+
+def no_tangents(*tensors: Tensor) -> bool:
+    """True outside of forward-mode differentiation."""
+    return all(forward_ad.unpack_dual(t).tangent is None for t in tensors)
+
+
+def backward_is_plain(*gradients: Tensor) -> bool:
+    """True where the backward pass is itself differentiated, traced or batched: torch must compute it then."""
+    batched = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
+    return torch.is_grad_enabled() or not no_tracing_or_transforms() or any(batched(g) for g in gradients)
+
+
+def no_tracing_or_transforms() -> bool:
+    """True if nobody compiles, traces, transforms or counts what is computed now."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+        or torch._C._are_functorch_transforms_active()
+    )
+
+
+def has_no_hooks(layer: nn.Module, kind: type[T]) -> TypeGuard[T]:
+    """True if the layer is of exactly this class (or its fast one), without hooks or a `forward` of its own."""
+    own = (getattr(layer, name) for name in _HOOKS)
+    everyones = (getattr(torch_module, f"_global{name}") for name in _HOOKS)
+    return is_exactly(layer, kind) and "forward" not in vars(layer) and not any(own) and not any(everyones)
