@@ -5,6 +5,7 @@ Nothing here overrides a variable the user set.
 
 import os
 import sys
+import tempfile
 import warnings
 from functools import cache
 from pathlib import Path
@@ -55,8 +56,14 @@ def first_core(cpuinfo: Path = CPUINFO) -> dict[str, str]:
 
 
 def cache_folder() -> Path:
-    """Where things that can be made again are kept: $SOFTMOE_CACHE, or ~/.cache/softmoe."""
-    return Path(os.environ.get("SOFTMOE_CACHE") or Path.home() / ".cache" / "softmoe")
+    """Where things that can be made again are kept: $SOFTMOE_CACHE, or ~/.cache/softmoe; a user without a home has a
+    folder of their own among the temporary ones."""
+    if wanted := os.environ.get("SOFTMOE_CACHE"):
+        return Path(wanted)
+    try:
+        return Path.home() / ".cache" / "softmoe"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"softmoe-{os.getuid()}"
 
 
 @cache

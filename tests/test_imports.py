@@ -12,16 +12,17 @@ import softmoe
 
 ROOT = Path(softmoe.__file__).parent
 WRITER = "storage.files"  # how files are written: it imports the standard library alone
-MIDDLE = {"models", "moe", "storage", "machine", "compiled", "__version__"}
+BUILDER = "accelerate.build"  # how C++ is built and loaded: it needs nothing of the rooms
+MIDDLE = {"models", "moe", "storage", "machine", BUILDER, "accelerate.guards", "__version__"}
 UPPER = MIDDLE | {"accelerate", "budget", "parallel", "inference", "convert", "data"}
 TOP = UPPER | {"train", "transfer", "evaluate", "inspection"}
 ALL = TOP | {"studies", "recipes", "bench", "report", "cli"}
 MAY_IMPORT: dict[str, set[str]] = {
     **{name: set[str]() for name in ("machine", "deaf", WRITER)},
-    "moe": {"compiled"},
-    "models": {"moe", "compiled", "machine"},
-    "compiled": {"machine", WRITER},
-    "data": {"machine", "compiled", WRITER},
+    "moe": set(),
+    "models": {"moe"},
+    BUILDER: {"machine", WRITER},
+    "data": {"machine", BUILDER, WRITER},
     "storage": {"moe", "models", "__version__"},
     **dict.fromkeys(("accelerate", "budget", "parallel", "inference", "convert"), MIDDLE),
     **dict.fromkeys(("train", "evaluate", "inspection"), UPPER),

@@ -7,7 +7,7 @@ else refers to it.
 
 import sys
 import weakref
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -37,18 +37,21 @@ def switch_on(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
     return f"{len(buffers.parameters)} gradients"
 
 
-def acquire(like: Tensor) -> Tensor:
-    """Memory for a gradient of this shape and type, used before if there is some."""
-    kind = _kind(like)
-    pool = next((pool for pool in _POOLS if kind in pool.kinds), None)
-    return torch.empty_like(like, memory_format=torch.contiguous_format) if pool is None else pool.acquire(kind)
+def acquire(weight: Tensor) -> Tensor:
+    """Memory for the gradient of a weight, used before if there is some."""
+    pool = _pool_of(weight)
+    return torch.empty_like(weight, memory_format=torch.contiguous_format) if pool is None else pool.acquire(weight)
 
 
 def remember_squares(weight: Tensor, gradient: Tensor, squares: float) -> None:
     """Keep the sum of a gradient's squares, which was added up when it was written, for `total_norm`."""
-    for pool in _POOLS:
-        if _kind(weight) in pool.kinds:
-            pool.remember(weight, gradient, squares)
+    pool = _pool_of(weight)
+    if pool is not None:
+        pool.remember(weight, gradient, squares)
+
+
+def _pool_of(weight: Tensor) -> "GradientBuffers | None":
+    return next((pool for pool in _POOLS if any(p.data_ptr() == weight.data_ptr() for p in pool.parameters)), None)
 
 
 def total_norm(gradients: list[Tensor]) -> Tensor:
@@ -69,10 +72,9 @@ class GradientBuffers:
         trained = {p for group in optimizer.param_groups for p in group["params"]}
         stacks = (module for module in model.modules() if isinstance(module, Experts))
         self.parameters = [p for experts in stacks for p in (experts.w1, experts.w2) if p in trained]
-        self.kinds = {_kind(p) for p in self.parameters}
         self._optimizer = weakref.ref(optimizer)
-        self._free: dict[_Kind, list[Tensor]] = {kind: [] for kind in self.kinds}
-        self._busy: dict[_Kind, deque[tuple[Tensor, Future[None]]]] = {kind: deque() for kind in self.kinds}
+        self._free: defaultdict[_Kind, list[Tensor]] = defaultdict(list)
+        self._busy: defaultdict[_Kind, deque[tuple[Tensor, Future[None]]]] = defaultdict(deque)
         self._handed_out: Counter[_Kind] = Counter()
         self._squares: dict[int, tuple[Tensor, int, float] | None] = {}
         """By the address of a weight: its gradient, the gradient's version and the sum of its squares; None if it got
@@ -109,16 +111,16 @@ class GradientBuffers:
                 else:
                     self._busy[kind].append((box[0], after))
 
-    def acquire(self, kind: _Kind) -> Tensor:
+    def acquire(self, like: Tensor) -> Tensor:
         """Rather than have more than MAX_IN_FLIGHT of a kind, it waits for the first that is still used."""
+        kind = _kind(like)
         free, busy = self._free[kind], self._busy[kind]
         while busy and (busy[0][1].done() or (not free and len(busy) >= MAX_IN_FLIGHT)):
             gradient, done = busy.popleft()
             done.exception()  # waits; whoever started it raises it
             free.append(gradient)
         self._handed_out[kind] += 1
-        shape, dtype, device = kind
-        return free.pop() if free else torch.empty(shape, dtype=dtype, device=device)
+        return free.pop() if free else torch.empty_like(like, memory_format=torch.contiguous_format)
 
     def bytes_held(self) -> int:
         """Memory that is kept for later gradients."""

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from softmoe.machine import CPUINFO, cache_folder
+from softmoe.storage.files import whole_file
 
 SOURCES = Path(__file__).with_name("cpp")
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-fno-math-errno", "-Wno-psabi")
@@ -122,25 +123,19 @@ def build(source: Path, native: tuple[str, ...] = _NATIVE) -> Path:
 
 
 def _compile(command: list[str], target: Path) -> None:
-    handle, partial = tempfile.mkstemp(dir=target.parent, prefix=f".{target.stem}-", suffix=".so")
-    os.close(handle)
-    try:
+    with tempfile.TemporaryDirectory(prefix="softmoe-") as folder:
+        made = Path(folder) / target.name
         try:
-            done = subprocess.run([*command, "-o", partial], capture_output=True, text=True, timeout=300)
+            done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, timeout=300)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise CannotBuild(f"{command[0]} could not be run: {error}") from error
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if "error" in line] or ["it said nothing"]
             raise CannotBuild(f"{command[0]} failed: {lines[0].strip()}")
-        with open(partial, "rb+") as file:
-            found = hashlib.blake2b(file.read(), digest_size=_SUM_BYTES).digest()
-            file.write(found)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(partial, 0o700)
-        os.replace(partial, target)
-    finally:
-        Path(partial).unlink(missing_ok=True)
+        content = made.read_bytes()
+    with whole_file(target) as file:
+        os.chmod(file.name, 0o700)
+        file.write(content + _sum(content))
 
 
 def check_owner(path: Path) -> None:
@@ -161,8 +156,11 @@ def is_whole(library: Path) -> bool:
         content = library.read_bytes()
     except FileNotFoundError:
         return False
-    found = hashlib.blake2b(content[:-_SUM_BYTES], digest_size=_SUM_BYTES).digest()
-    return len(content) > _SUM_BYTES and found == content[-_SUM_BYTES:]
+    return len(content) > _SUM_BYTES and _sum(content[:-_SUM_BYTES]) == content[-_SUM_BYTES:]
+
+
+def _sum(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_SUM_BYTES).digest()
 
 
 @contextmanager

@@ -29,8 +29,8 @@ try:
     from softmoe.accelerate.buffers import acquire, remember_squares
 except ImportError:  # that technique was taken away
 
-    def acquire(like: Tensor) -> Tensor:
-        return torch.empty_like(like)
+    def acquire(weight: Tensor) -> Tensor:
+        return torch.empty_like(weight)
 
     def remember_squares(weight: Tensor, gradient: Tensor, squares: float) -> None:
         pass

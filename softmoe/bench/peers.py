@@ -146,7 +146,11 @@ def measure(model: str, name: str, batch: int, phase: str, seconds: float) -> Ro
     config, price = model_config(model), cost(model)
     module = build(config, name)
     x = torch.randn(batch, 3, *config.image_shape)
-    step = forward_step(accelerated(module), x) if phase == "forward" else train_step(module, x, OURS.get(name, OptimSection()))
+    step = (
+        forward_step(accelerated(module), x)
+        if phase == "forward"
+        else train_step(module, x, OURS.get(name, OptimSection()))
+    )
     for _ in range(SETTLING):
         step()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

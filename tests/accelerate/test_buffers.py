@@ -55,6 +55,7 @@ def test_experts_gradients_use_their_memory_again() -> None:
     model, twin = small(), small()
     optimizer = make_optimizer(model, OptimSection())
     apply(model, optimizer)
+    apply(twin)
     images = torch.randn(2, 3, 8, 8)
     twin(images).square().sum().backward()
     weights = [p for name, p in model.named_parameters() if name.endswith((".w1", ".w2"))]
@@ -130,14 +131,14 @@ OPTIMIZERS: list[torch.optim.Optimizer] = []
 
 
 def test_the_pool_hands_out_what_came_back() -> None:
-    """The very memory of a gradient that was handed out and came back, for the same shape and type only."""
+    """The very memory of a gradient that was handed out and came back, for the same weights and type only."""
     (one, *_), pool = pool_of((2, 3, 5))
-    one.grad = pool.acquire(buffers._kind(one))
+    one.grad = pool.acquire(one.detach())
     place = one.grad.data_ptr()
     pool.zero_grad()
     assert one.grad is None
     assert buffers.acquire(one.detach().double()).data_ptr() != place
-    assert buffers.acquire(torch.empty(3, 2)).data_ptr() != place
+    assert buffers.acquire(torch.empty(2, 3, 5)).data_ptr() != place
     again = buffers.acquire(one)
     assert again.data_ptr() == place
     assert buffers.acquire(one).data_ptr() != place
@@ -147,7 +148,7 @@ def test_the_pool_hands_out_what_came_back() -> None:
 def test_memory_that_somebody_else_has_is_not_used_again(how: str) -> None:
     """A gradient that was kept keeps its numbers."""
     (one, *_), pool = pool_of((2, 3, 7))
-    one.grad = pool.acquire(buffers._kind(one)).fill_(1.0)
+    one.grad = pool.acquire(one.detach()).fill_(1.0)
     kept = {"itself": one.grad, "view": one.grad[0].detach(), "numpy": one.grad.numpy()}[how]
     pool.zero_grad()
     assert pool.bytes_held() == 0
@@ -158,22 +159,21 @@ def test_memory_that_somebody_else_has_is_not_used_again(how: str) -> None:
 def test_memory_that_is_still_used_is_waited_for() -> None:
     """A second gradient is made beside the first; the third takes the place of the first when that is done."""
     (one, two, *_), pool = pool_of((2, 3, 11))
-    kind = buffers._kind(one)
     done: list[Future[None]] = [Future(), Future()]
     places = []
     for parameter, update in zip((one, two), done, strict=True):
-        parameter.grad = pool.acquire(kind)
+        parameter.grad = pool.acquire(one.detach())
         places.append(parameter.grad.data_ptr())
         pool.release(update)
     timer = Timer(0.2, lambda: done[0].set_result(None))
     timer.start()
-    third = pool.acquire(kind)
+    third = pool.acquire(one.detach())
     assert done[0].done(), "it did not wait"
     assert third.data_ptr() == places[0]
-    fourth = pool.acquire(kind)
+    fourth = pool.acquire(one.detach())
     assert fourth.data_ptr() != places[1]
     done[1].set_exception(MemoryError())  # whoever started it hears of it; the memory is free
-    assert pool.acquire(kind).data_ptr() == places[1]
+    assert pool.acquire(one.detach()).data_ptr() == places[1]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
