@@ -1,6 +1,7 @@
 """Show costs and plans as plain text, at most 100 columns wide, and as JSON-ready values."""
 
 import textwrap
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -157,17 +158,21 @@ def paper_values() -> dict[str, Any]:
 
 
 def aligned_columns(header: list[str], rows: list[list[str]], left: tuple[int, ...] = (0,)) -> list[str]:
-    """Format a table as lines with aligned columns; the columns in `left` hold words, the others numbers."""
+    """Format a header, a rule and rows as lines; the columns in `left` hold words, the others numbers."""
+    head, *lines = aligned([header, *rows], left)
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    return [head, "-" * (sum(widths) + 2 * (len(widths) - 1)), *lines]
 
-    def line(cells: list[str]) -> str:
-        aligned = (
-            cell.ljust(width) if index in left else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        )
-        return "  ".join(aligned).rstrip()
 
-    return [line(header), "-" * len(line(["x" * width for width in widths])), *map(line, rows)]
+def aligned(lines: Sequence[Sequence[str]], left: tuple[int, ...] = (0,)) -> list[str]:
+    """Put the cells of all lines under each other; the columns in `left` hold words, the others numbers."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        pairs = enumerate(zip(cells, widths, strict=True))
+        return "  ".join(cell.ljust(w) if index in left else cell.rjust(w) for index, (cell, w) in pairs).rstrip()
+
+    return [line(cells) for cells in lines]
 
 
 def short(number: int) -> str:

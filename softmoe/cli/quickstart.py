@@ -13,8 +13,7 @@ def run(runs: Path = Path("runs"), seed: int = 0, tiny: bool = False) -> int:
         seed: Of weights and data.
         tiny: Two steps each, to see that everything works.
     """
-    from softmoe.report import summary_table
-    from softmoe.report.summary import as_text
+    from softmoe.report import summary_table, table_text
     from softmoe.studies.quickstart import run_quickstart
 
     done = run_quickstart(runs, seed=seed, tiny=tiny)
@@ -22,7 +21,7 @@ def run(runs: Path = Path("runs"), seed: int = 0, tiny: bool = False) -> int:
         print("stopped; `softmoe quickstart` goes on from here")
         return 130
     print()
-    print(as_text(summary_table(done.records)))
+    print(table_text(summary_table(done.records)))
     print(f"\ncurves  {done.curves}\ninside  {done.inside}\nreport  {done.report}")
     return 0
 

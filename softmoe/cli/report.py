@@ -22,12 +22,11 @@ class Arguments:
 def main(argv: list[str]) -> int:
     a = parse(Arguments, argv, "report")
 
-    from softmoe.report import load_run, summary_table, write_report
-    from softmoe.report.summary import as_text
+    from softmoe.report import load_run, summary_table, table_text, write_report
 
     if not a.runs:
         raise ValueError("give the folders of runs: softmoe report RUNS...")
     records = [load_run(folder) for folder in a.runs]
-    print(as_text(summary_table(records)))
+    print(table_text(summary_table(records)))
     print(write_report(records, a.output or a.runs[0] / "report.html", title=a.title))
     return 0

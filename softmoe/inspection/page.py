@@ -22,6 +22,7 @@ from markupsafe import Markup
 from PIL import Image
 
 from softmoe import __version__
+from softmoe.budget.report import aligned
 from softmoe.inspection.collect import Inspection
 from softmoe.inspection.samples import FINEST, Sample, Steps, Weights, WeightTable
 
@@ -212,11 +213,4 @@ def show(value: float | None, form: str) -> str:
 
 def layers_text(model: Inspection) -> str:
     """Format the layers of a model as columns under each other: words to the left, numbers to the right."""
-    lines = [header(model), *layer_lines(model)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )
+    return "\n".join(aligned([header(model), *layer_lines(model)], left=(0, 1)))

@@ -17,13 +17,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
-from softmoe.train import TrainConfig
+from softmoe.train import EvaluationSection, TrainConfig
 
 Result = TypeVar("Result")
 
 
 def names() -> list[str]:
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "common")
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
 def load(name: str, variant: str = "recipe") -> TrainConfig:
@@ -75,3 +75,21 @@ def _called(function: Callable[[], Result], name: str) -> Result:
         place = f" in line {lines[-1]}" if lines else ""
         said = (str(error).splitlines() or [""])[0]
         raise ValueError(f"the recipe {name} fails{place}: {type(error).__name__}: {said}") from error
+
+
+def shrunk(config: TrainConfig, image_size: int) -> TrainConfig:
+    """Shrink a recipe to two steps of a model that is hardly one; everything else stays as it is."""
+    d = config.data
+    blocks = None if config.model.blocks is None else (0, 1)
+    shape = replace(config.model, width=16, depth=2, heads=2, mlp_dim=32, patch_size=image_size // 4, blocks=blocks)
+    text = replace(config.text, width=16, depth=2, heads=2, mlp_dim=32, vocab_size=512)
+    return replace(
+        config,
+        steps=2,
+        model=replace(shape, num_experts=None if shape.name.startswith("vit_") else 4),
+        text=text,
+        data=replace(d, batch_size=8, workers=0, transform=replace(d.transform, image_size=image_size)),
+        schedule=replace(config.schedule, warmup=1, cooldown=min(1, config.schedule.cooldown)),
+        evaluation=EvaluationSection(every=None, examples=16),
+        log=replace(config.log, every=1),
+    )

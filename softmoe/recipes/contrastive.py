@@ -17,7 +17,7 @@ Measured: not run. `contrastive_quickstart` has figures of the same code on smal
 from dataclasses import replace
 
 from softmoe.data import TransformConfig
-from softmoe.recipes.common import shrunk
+from softmoe.recipes import shrunk
 from softmoe.train import (
     CheckpointSection,
     DataSection,

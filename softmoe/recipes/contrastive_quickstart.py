@@ -14,7 +14,7 @@ one seed).
 """
 
 from softmoe.data import TransformConfig
-from softmoe.recipes.common import shrunk
+from softmoe.recipes import shrunk
 from softmoe.train import (
     CheckpointSection,
     DataSection,

@@ -14,7 +14,7 @@ dense (2 cores of an AMD EPYC, 2026-11-16, one seed). Not run on ImageNet.
 """
 
 from softmoe.data import TransformConfig
-from softmoe.recipes.common import shrunk
+from softmoe.recipes import shrunk
 from softmoe.train import (
     CheckpointSection,
     DataSection,

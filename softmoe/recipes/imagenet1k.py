@@ -13,7 +13,7 @@ Measured: not run.
 from dataclasses import replace
 
 from softmoe.data import TransformConfig
-from softmoe.recipes.common import shrunk
+from softmoe.recipes import shrunk
 from softmoe.train import (
     CheckpointSection,
     DataSection,

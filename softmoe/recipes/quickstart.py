@@ -13,7 +13,7 @@ Measured: top-1 69.8 %, mean of 3 seeds (69.3, 69.2, 70.9); dense twin 51.7 %; o
 """
 
 from softmoe.data import TransformConfig
-from softmoe.recipes.common import shrunk
+from softmoe.recipes import shrunk
 from softmoe.train import (
     CheckpointSection,
     DataSection,

@@ -17,7 +17,7 @@ and 11.7 % (2026-11-15, one seed). With 1,500 steps 13.8 %, one expert x 16 slot
 from dataclasses import replace
 
 from softmoe.data import TransformConfig
-from softmoe.recipes.common import shrunk
+from softmoe.recipes import shrunk
 from softmoe.train import (
     CheckpointSection,
     DataSection,

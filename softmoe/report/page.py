@@ -1,19 +1,31 @@
-"""One self-contained HTML page for one or several runs."""
+"""Write one self-contained HTML page for one or several runs: what they cost and reached, and how they differ.
 
+Few-shot accuracies and inspection figures come into it from files that other commands left in a run's folder:
+
+    softmoe fewshot RUN DATA --output RUN/fewshot.json
+    softmoe inspect RUN DATA
+"""
+
+import base64
+import json
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import jinja2
 
 from softmoe import __version__
+from softmoe.budget import cost
+from softmoe.budget.report import aligned
 from softmoe.report.curves import as_svg, comparison, router_health
-from softmoe.report.extras import fewshot_table, inspection_figures
 from softmoe.report.runs import RunRecord
-from softmoe.report.summary import differences, summary_table
+from softmoe.train.strict import flatten
+
+COLUMNS = ("run", "parameters", "MFLOP/image", "steps", "images", "TFLOP", "seconds", "top-1 %", "top-5 %", "loss")
 
 
 def write_report(runs: list[RunRecord], path: Path, *, title: str | None = None, lead: tuple[str, ...] = ()) -> Path:
-    """Table, few-shot, curves, settings, router health, inspection. Names come from files: everything is escaped."""
+    """Write the page. Names come from files: everything is escaped."""
     page = jinja2.Environment(autoescape=True).from_string(files("softmoe.report").joinpath("page.html").read_text())
     figures = [(run.name, router_health(run)) for run in runs]
     text = page.render(
@@ -32,3 +44,73 @@ def write_report(runs: list[RunRecord], path: Path, *, title: str | None = None,
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
+
+
+def summary_table(runs: list[RunRecord]) -> list[tuple[str, ...]]:
+    """Return a header and a line per run, as text."""
+    lines: list[tuple[str, ...]] = [COLUMNS]
+    for run in runs:
+        price = cost(run.model)
+        lines.append(
+            (
+                run.name,
+                f"{price.params:,}",
+                f"{price.forward_flops / 1e6:.1f}",
+                show(run.last("step"), ",.0f"),
+                show(run.last("images"), ",.0f"),
+                show(run.last("flops"), ",.1f", 1e-12),
+                show(run.last("device_seconds"), ",.0f"),
+                show(run.last("val/top1"), ".2f", 100),
+                show(run.last("val/top5"), ".2f", 100),
+                show(run.last("val/loss"), ".3f"),
+            )
+        )
+    return lines
+
+
+def show(value: float | None, form: str, factor: float = 1.0) -> str:
+    return "-" if value is None else format(value * factor, form)
+
+
+def differences(runs: list[RunRecord]) -> list[tuple[str, ...]]:
+    """List the settings in which the runs differ: a line per key, a column per run."""
+    settings = [flatten(run.config.to_dict()) for run in runs]
+    keys = [key for key in settings[0] if key != "run_name"]
+    return [
+        (key, *("-" if s[key] is None else str(s[key]) for s in settings))
+        for key in keys
+        if any(s[key] != settings[0][key] for s in settings)
+    ]
+
+
+def table_text(lines: list[tuple[str, ...]]) -> str:
+    """Format a table of text: the first column to the left, numbers to the right."""
+    return "\n".join(aligned(lines))
+
+
+def fewshot_table(runs: list[RunRecord]) -> list[tuple[str, ...]]:
+    """Return a header and a line per run; a column per data set and number of shots. Empty if no run has any."""
+    found = {run.name: accuracies(run.folder / "fewshot.json") for run in runs}
+    columns = list(dict.fromkeys(column for numbers in found.values() for column in numbers))
+    if not columns:
+        return []
+    lines = [tuple(f"{100 * numbers[c]:.2f}" if c in numbers else "-" for c in columns) for numbers in found.values()]
+    header = ("run", *(f"{name}, {shots}-shot %" for name, shots in columns))
+    return [header, *((name, *line) for name, line in zip(found, lines, strict=True))]
+
+
+def accuracies(path: Path) -> dict[tuple[str, str], float]:
+    """Read {(data set, shots): mean accuracy over the seeds}; empty where there is no such file, or it is another's."""
+    try:
+        by_data: dict[str, Any] = json.loads(path.read_text())["fewshot"]["accuracies"]
+        return {(n, shots): sum(values) / len(values) for n, by in by_data.items() for shots, values in by.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
+        return {}
+
+
+def inspection_figures(run: RunRecord) -> list[tuple[str, str]]:
+    """List (name, data URI) of each PNG in the run's figures/."""
+    paths = sorted((run.folder / "figures").glob("*.png"))
+    return [
+        (p.stem.replace("_", " "), f"data:image/png;base64,{base64.b64encode(p.read_bytes()).decode()}") for p in paths
+    ]

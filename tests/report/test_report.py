@@ -9,9 +9,8 @@ from drawings import curves
 
 from softmoe.cli import main
 from softmoe.recipes import quickstart, quickstart_dense
-from softmoe.report import differences, load_run, summary_table, write_report
+from softmoe.report import differences, load_run, summary_table, table_text, write_report
 from softmoe.report.curves import as_svg, comparison, router_health
-from softmoe.report.summary import as_text
 from softmoe.studies.quickstart import placed
 from softmoe.train import train
 
@@ -53,7 +52,7 @@ def test_table_and_differences(runs: list[Path]) -> None:
     records = [load_run(folder) for folder in runs]
     table = summary_table(records)
     assert [line[0] for line in table[1:]] == [record.name for record in records]
-    assert len({len(line) for line in as_text(table).splitlines()}) == 1
+    assert len({len(line) for line in table_text(table).splitlines()}) == 1
     keys = {line[0] for line in differences(records)}
     assert any(key.startswith("model.") for key in keys)
     assert "seed" not in keys
