@@ -73,13 +73,14 @@ def show(value: float | None, form: str, factor: float = 1.0) -> str:
 
 
 def differences(runs: list[RunRecord]) -> list[tuple[str, ...]]:
-    """List the settings in which the runs differ: a line per key, a column per run."""
+    """List the settings in which the runs differ: a line per key, a column per run; a dash where it has no such key."""
     settings = [flatten(run.config.to_dict()) for run in runs]
-    keys = [key for key in settings[0] if key != "run_name"]
+    keys = dict.fromkeys(key for own in settings for key in own if key != "run_name")
+    lines = [(key, *(own.get(key) for own in settings)) for key in keys]
     return [
-        (key, *("-" if s[key] is None else str(s[key]) for s in settings))
-        for key in keys
-        if any(s[key] != settings[0][key] for s in settings)
+        (key, *("-" if value is None else str(value) for value in values))
+        for key, *values in lines
+        if any(value != values[0] for value in values)
     ]
 
 
