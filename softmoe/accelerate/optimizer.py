@@ -51,6 +51,9 @@ class CompactAdamW(torch.optim.Optimizer):
     The random numbers of the rounding are a function of the step and the place, so a resumed run draws the same.
     """
 
+    state_dtype = torch.bfloat16
+    """What the moments of a checkpoint must be of."""
+
     def __init__(
         self,
         params: Iterable[Any],

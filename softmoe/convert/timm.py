@@ -103,11 +103,15 @@ def refuse_unknown(source: Tensors) -> None:
 
 
 def with_biases(source: Tensors) -> Tensors:
-    """Zeros where a linear of the block has no bias."""
+    """Add zeros where a linear has no bias in any block. ValueError if some blocks have it: then it was lost."""
     full = dict(source)
+    kinds = {re.sub(r"\.\d+\.", ".*.", name) for name in source}
     for name, weight in source.items():
         if re.search(r"(qkv|proj|fc1|fc2|\.q|\.kv)\.weight$", name):
-            full.setdefault(name.removesuffix("weight") + "bias", weight.new_zeros(weight.shape[0]))
+            bias = name.removesuffix("weight") + "bias"
+            if bias not in source and re.sub(r"\.\d+\.", ".*.", bias) in kinds:
+                raise ValueError(f"{bias} is missing, which other blocks of these weights have")
+            full.setdefault(bias, weight.new_zeros(weight.shape[0]))
     return full
 
 
@@ -206,6 +210,8 @@ def load_strictly(model: VisionTransformer, state: Tensors) -> None:
         for name, target in targets.items()
         if name in state and state[name].shape != target.shape
     ]
+    faults += [f"{name} is of type {value.dtype}" for name, value in state.items() if not value.is_floating_point()]
+    faults += [f"{name} is not finite" for name, value in state.items() if not bool(value.isfinite().all())]
     if faults:
         raise ValueError(f"{len(faults)} tensors do not fit the vision transformer: " + "; ".join(faults))
     model.load_state_dict(state)

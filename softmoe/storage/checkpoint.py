@@ -25,10 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from softmoe.storage.files import FileFacts, read_json, whole_folder, write_json
-from softmoe.storage.weights import Spec, WeightFiles, check_same, write_tensors
+from softmoe.storage.weights import Spec, WeightFiles, check_finite, check_same, write_tensors
 
 STEP_NAME = re.compile(r"step_(\d{8,12})")
 _FILE = re.compile(r"[a-z]+\.json|[a-z]+\.safetensors|[a-z]+/[\w-]+\.safetensors")
+_STATES = {"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"}  # of AdamW, of SGD
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 Tensors = dict[str, Tensor]
 
@@ -124,13 +125,14 @@ def _read(folder: Path, rank: int, world: int) -> Checkpoint:
         for name in sorted(files)[rank::world]:
             check_file(folder / name, files[name])
         names = [Path(name) for name in sorted(files)]
+        check_parts(folder, names)
         texts = {name.stem: read_json(folder / name) for name in names if name.suffix == ".json"}
         check_texts(texts, step)
         sets = {name.parts[0].removesuffix(".safetensors") for name in names if name.suffix == ".safetensors"}
         return Checkpoint(folder, step, texts, {name: tensor_specs(place(folder, name)) for name in sorted(sets)})
     except BrokenCheckpoint:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, AssertionError) as error:
         raise BrokenCheckpoint(f"{folder} cannot be read: {error}") from error
 
 
@@ -160,7 +162,18 @@ def read_manifest(folder: Path) -> tuple[int, dict[str, FileFacts]]:
     return step, {name: FileFacts(facts["bytes"], facts["sha256"]) for name, facts in files.items()}
 
 
+def check_parts(folder: Path, names: list[Path]) -> None:
+    """ValueError for a file of parts that the manifest does not name: all that are there would be read."""
+    for part in {name.parts[0] for name in names if len(name.parts) > 1}:
+        found = {path.relative_to(folder) for path in (folder / part).iterdir()}
+        if strangers := sorted(found - set(names)):
+            raise ValueError(f"{folder / strangers[0]} is not named in the manifest")
+
+
 def check_file(path: Path, expected: FileFacts) -> None:
+    """BrokenCheckpoint unless the file is there with the size and checksum that the manifest states."""
+    if not path.is_file():
+        raise BrokenCheckpoint(f"{path} is missing or no plain file")
     if path.stat().st_size != expected.bytes:
         raise BrokenCheckpoint(
             f"{path} does not match its manifest: it has {path.stat().st_size} bytes instead of {expected.bytes}"
@@ -172,7 +185,7 @@ def check_file(path: Path, expected: FileFacts) -> None:
 def check_texts(texts: Mapping[str, Any], step: int) -> None:
     """ValueError unless all that state.json says of the step is the manifest's."""
     state = texts.get("state", {})
-    for where in (state, state.get("progress", {})):
+    for where in (state, state.get("progress", {}), {"step": state.get("data", {}).get("next_step", step)}):
         if where.get("step", step) != step:
             raise ValueError(f"manifest.json says step {step}, but state.json says {where['step']!r}")
 
@@ -200,7 +213,9 @@ def fill(where: Path, targets: Mapping[str, Tensor], group: Any = None, *, alone
         return
     with WeightFiles(where.parent, [where.name]) as weights, torch.no_grad():
         for name, target in targets.items():
-            target.copy_(weights.tensor(name))
+            tensor = weights.tensor(name)
+            check_finite(name, tensor, where)
+            target.copy_(tensor)
 
 
 def restore(
@@ -224,10 +239,18 @@ def restore(
     moments = optimizer_targets(found.specs.get("optimizer", {}), optimizer)
     for name, tensors in (targets | {"optimizer": moments}).items():
         fill(place(found.folder, name), tensors, group)
+    check_moments(moments, found)
     parameters = named_parameters(optimizer)
     for key, value in moments.items():
         name, _, part = key.rpartition("/")
         optimizer.state[parameters[name]][part] = value
+
+
+def check_moments(moments: Tensors, found: Checkpoint) -> None:
+    """ValueError for a number of updates that a run of so many steps cannot have made."""
+    for key, value in moments.items():
+        if key.endswith("/step") and not (1 <= float(value) <= found.step and float(value).is_integer()):
+            raise ValueError(f"{found.folder} is of step {found.step}, but {key} says {float(value):g} updates")
 
 
 def named_parameters(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -252,19 +275,34 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Tensors:
 def optimizer_targets(found: Mapping[str, Spec], optimizer: torch.optim.Optimizer) -> Tensors:
     """Make empty state for `name/part` keys, to be filled from a checkpoint: where the parameter is, spread as it is.
 
-    ValueError for state of a parameter that is not there, or of another shape.
+    ValueError for state of a parameter that is not there, of another optimizer, incomplete, or of another shape or type
+    than this optimizer's: compiled code is given the addresses of these tensors and the length of the parameter.
     """
     parameters = named_parameters(optimizer)
+    wanted = _STATES[1 if isinstance(optimizer, torch.optim.SGD) else 0]
+    parts: dict[str, set[str]] = {}
     targets = {}
     for key, spec in found.items():
         name, _, part = key.rpartition("/")
         if name not in parameters:
             raise ValueError(f"the checkpoint has optimizer state of {name!r}, which this run does not train")
+        if part not in wanted:
+            raise ValueError(f"the checkpoint has {key}, which {type(optimizer).__name__} does not know")
+        parts.setdefault(name, set()).add(part)
         parameter = parameters[name]
         if part == "step":
-            targets[key] = torch.zeros(spec.shape, dtype=spec.dtype, device=parameter.device)
-        elif spec.shape == tuple(parameter.shape):
-            targets[key] = torch.zeros_like(parameter, dtype=spec.dtype, requires_grad=False)
+            known = (torch.float32, torch.get_default_dtype())
+            expected = Spec(spec.dtype if spec.dtype in known else torch.float32, ())
+            targets[key] = torch.zeros((), device=parameter.device, dtype=expected.dtype)
         else:
-            raise ValueError(f"{key} is {list(spec.shape)} in the checkpoint and {list(parameter.shape)} in this run")
+            dtype = getattr(optimizer, "state_dtype", None) or parameter.dtype
+            expected = Spec(dtype, tuple(parameter.shape))
+            targets[key] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        if spec != expected:
+            raise ValueError(f"{key} is {spec} in the checkpoint and {expected} in this run")
+    for name, has in parts.items():
+        if has != wanted:
+            raise ValueError(
+                f"the checkpoint has no {name}/{min(wanted - has)}, which {type(optimizer).__name__} needs"
+            )
     return targets

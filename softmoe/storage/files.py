@@ -182,13 +182,22 @@ def read_json(path: Path) -> Any:
             raise ValueError("it is not a plain file")
         if status.st_size > MAX_JSON_BYTES:
             raise ValueError(f"it has {status.st_size} bytes, and more than {MAX_JSON_BYTES} are not read")
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
-    except RecursionError as error:
-        raise ValueError(f"{path} is not valid JSON: it is nested too deeply") from error
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
+    return parse_json(text, path)
+
+
+def parse_json(text: str, where: Path) -> Any:
+    """The value of a JSON text. ValueError for keys that are there twice, deep nesting and endless numbers too."""
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except RecursionError as error:
+        raise ValueError(f"{where} is not valid JSON: it is nested too deeply") from error
+    except ValueError as error:
+        raise ValueError(f"{where} is not valid JSON: {error}") from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Save a model as a folder and load it again, on any machine, without trusting the file."""
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +15,7 @@ from softmoe.models.config import TwoTowerConfig
 from softmoe.models.two_tower import TwoTower
 from softmoe.models.vit import VisionTransformer
 from softmoe.storage.card import model_card
-from softmoe.storage.files import read_json, whole_folder, write_bytes, write_json, write_text
+from softmoe.storage.files import parse_json, read_json, whole_folder, write_bytes, write_json, write_text
 from softmoe.storage.saved import (
     TOKENIZER_FILES,
     Architecture,
@@ -27,9 +28,10 @@ from softmoe.storage.saved import (
     parse_preprocessing,
     split_architecture,
 )
-from softmoe.storage.weights import INDEX, SHARD_BYTES, Spec, WeightFiles, check_files, write_weights
+from softmoe.storage.weights import INDEX, SHARD_BYTES, Spec, WeightFiles, check_files, check_finite, write_weights
 
 _OURS = ("config.json", "README.md", INDEX, "eval.json", "fewshot.json", *TOKENIZER_FILES)
+_BLOCK = re.compile(r"(image\.|text\.|)encoder\.blocks\.(\d+)\.")
 Model = VisionTransformer | TwoTower
 
 
@@ -85,7 +87,8 @@ def save_tensors(
     config, towers = split_architecture(architecture)
     if (tokenizer is None) != (towers is None):
         raise ValueError("two towers are saved with their tokenizer, and a model for images alone has none")
-    check_specs(architecture, specs, f"{target} was not written")
+    with torch.device("meta"):
+        check_specs(construct(architecture), specs, f"{target} was not written")
     if isinstance(preprocessing, Mapping):
         preprocessing = parse_preprocessing(preprocessing)
     names = None if classes is None else tuple(map(str, classes))
@@ -96,9 +99,15 @@ def save_tensors(
     for spec in specs.values():
         name = str(spec.dtype).removeprefix("torch.")
         dtypes[name] = dtypes.get(name, 0) + 1
+
+    def get_finite(name: str) -> Tensor:
+        tensor = get(name)
+        check_finite(name, tensor.detach(), f"{target} was not written")
+        return tensor
+
     with whole_folder(target) as partial:
         metadata = {"format": "pt", "architecture": json.dumps(architecture.to_dict())}
-        files = write_weights(partial, specs, get, metadata=metadata, max_shard_bytes=max_shard_bytes)
+        files = write_weights(partial, specs, get_finite, metadata=metadata, max_shard_bytes=max_shard_bytes)
         saved = SavedModel(
             target,
             config,
@@ -131,7 +140,10 @@ def from_pretrained(
     Of two towers it is the image tower, so that all that is done with images works for them too; both, with their
     tokenizer, come from `softmoe.evaluate.load_towers`.
     On the CPU the weights are mapped from the file, not copied, until they are written to. `device="meta"` gives
-    the shapes alone. `verify=False` skips the checksums, never the names, shapes and types. `dtype` converts.
+    the shapes alone. `verify=False` skips the checksums and the look for NaN, never the names, shapes and types.
+    `dtype` converts. Nothing is built before config.json and the files' headers agree. A mapped file must stay as it is
+    while the model is used: one that is cut or overwritten in place ends the process (SIGBUS); `save_pretrained` never
+    does that, it puts a new file in the old one's place. `load_state_dict` of clones makes a model independent of it.
     """
     return load_saved(open_saved(where, revision=revision), device, dtype=dtype, verify=verify)
 
@@ -159,16 +171,20 @@ def load_two_tower(
 def load_whole(saved: SavedModel, device: str | torch.device, *, dtype: torch.dtype | None, verify: bool) -> Model:
     place = usable_device(device)
     check_files(saved.folder, saved.files, hashes=verify)
-    model = build_empty(saved)
     with WeightFiles(saved.folder, saved.files) as weights:
-        specs = check_weights(saved, weights)
+        check_depth(saved.architecture, weights.names, f"the weights in {saved.folder} do not fit its config.json")
+        model = build_empty(saved)
+        specs = check_weights(saved, model, weights)
         dtypes = {spec.dtype for spec in specs.values()}
         fill_buffers(model, place, dtype or (dtypes.pop() if len(dtypes) == 1 else None))
 
         def place_tensor(name: str) -> Tensor:
             if place.type == "meta":
                 return torch.empty(specs[name].shape, dtype=dtype or specs[name].dtype, device="meta")
-            return weights.tensor(name).to(device=place, dtype=dtype or specs[name].dtype)
+            tensor = weights.tensor(name)
+            if verify:
+                check_finite(name, tensor, saved.folder / weights.file_of[name])
+            return tensor.to(device=place, dtype=dtype or specs[name].dtype)
 
         model.load_state_dict({name: place_tensor(name) for name in model.state_dict()}, assign=True)
     return model.eval()
@@ -183,18 +199,20 @@ def build_empty(saved: SavedModel) -> Model:
     try:
         with torch.device("meta"):
             return construct(saved.architecture)
-    except (ValueError, TypeError, RuntimeError, KeyError) as error:
-        raise ValueError(f"{saved.folder / 'config.json'} does not describe a model: {error}") from error
+    except (ValueError, TypeError, RuntimeError, KeyError, ArithmeticError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{saved.folder / 'config.json'} does not describe a model: {reason}") from error
 
 
-def check_weights(saved: SavedModel, weights: WeightFiles) -> dict[str, Spec]:
-    """Index, architecture, names, shapes and types: the files and config.json must tell the same."""
+def check_weights(saved: SavedModel, model: nn.Module, weights: WeightFiles) -> dict[str, Spec]:
+    """Types and shapes in the files. ValueError unless the index, config.json and the files tell the same of
+    architecture, names, shapes and types; `model` is on the meta device, so none of it has cost memory."""
     folder = saved.folder
     if len(saved.files) > 1:
         index = read_json(folder / INDEX)
         if not isinstance(index, dict) or index.get("weight_map") != weights.file_of:
             raise ValueError(f"{folder / INDEX} does not match the tensors in the weight files")
-    noted = json.loads(weights.metadata.get("architecture", "null"))
+    noted = parse_json(weights.metadata.get("architecture", "null"), folder / next(iter(saved.files)))
     written, expected = (
         json.loads(json.dumps(architecture.to_dict()))
         for architecture in (saved.architecture if noted is None else parse_architecture(noted), saved.architecture)
@@ -205,7 +223,7 @@ def check_weights(saved: SavedModel, weights: WeightFiles) -> dict[str, Spec]:
             f"{look_up(expected, key)!r}, the weights say {look_up(written, key)!r}"
         )
     specs = {name: weights.spec(name) for name in weights.names}
-    check_specs(saved.architecture, specs, f"the weights in {folder} do not fit its config.json")
+    check_specs(model, specs, f"the weights in {folder} do not fit its config.json")
     counts: dict[str, int] = {}
     for spec in specs.values():
         name = str(spec.dtype).removeprefix("torch.")
@@ -215,10 +233,22 @@ def check_weights(saved: SavedModel, weights: WeightFiles) -> dict[str, Spec]:
     return specs
 
 
-def check_specs(architecture: Architecture, specs: Mapping[str, Spec], failed: str) -> None:
+def check_depth(architecture: Architecture, names: Iterable[str], failed: str) -> None:
+    """ValueError unless there are as many blocks as config.json says: building a model takes time for each of them."""
+    towers = (
+        {"image.": architecture.image, "text.": architecture.text}
+        if isinstance(architecture, TwoTowerConfig)
+        else {"": architecture}
+    )
+    for prefix, config in towers.items():
+        found = {match[2] for name in names if (match := _BLOCK.match(name)) and match[1] == prefix}
+        if len(found) != config.depth:
+            raise ValueError(f"{failed}: the model needs {config.depth} blocks, but there are {len(found)} in the file")
+
+
+def check_specs(model: nn.Module, specs: Mapping[str, Spec], failed: str) -> None:
     """ValueError unless names and shapes are exactly the model's, all of floating type."""
-    with torch.device("meta"):
-        wanted = construct(architecture).state_dict()
+    wanted = model.state_dict()
     missing, extra = sorted(wanted.keys() - specs.keys()), sorted(specs.keys() - wanted.keys())
     if missing or extra:
         what = "is missing" if missing else "is not part of the model"

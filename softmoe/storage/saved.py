@@ -8,18 +8,21 @@
 A training checkpoint (runs/NAME/checkpoints/step_...) is read as well; it has a manifest.json instead of facts.
 """
 
-import difflib
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_type_hints
 
-from softmoe.models.config import TextConfig, TwoTowerConfig, ViTConfig, option_names, without_unused_options
+from softmoe.models.config import MoEConfig, TextConfig, TwoTowerConfig, ViTConfig, option_names, without_unused_options
+from softmoe.moe.routing import ROUTERS
 from softmoe.storage import hub
 from softmoe.storage.checkpoint import read_manifest
 from softmoe.storage.files import FileFacts, follow_link, read_json
+from softmoe.storage.preprocessing import MOST_SIDE, Preprocessing, parse_preprocessing
+from softmoe.storage.strict import check_keys, convert
 from softmoe.storage.weights import FILE_NAME
 
 FORMAT = "softmoe"
@@ -28,34 +31,9 @@ _KEYS = ("format", "format_version", "kind", "architecture", "preprocessing", "c
 _KINDS = {"vit": _KEYS, "two_tower": (*_KEYS, "tokenizer")}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 Architecture = ViTConfig | TwoTowerConfig
-
-
-@dataclass(frozen=True)
-class Preprocessing:
-    """How an image becomes the model's input in evaluation."""
-
-    image_size: tuple[int, int] = (224, 224)
-    """Height and width."""
-    crop: str = "central"
-    """central: shorter side to central_ratio times the size, middle cut out; resize: the whole image, stretched."""
-    central_ratio: float = 256 / 224
-    antialias: bool = True
-    value_range: tuple[float, float] = (-1.0, 1.0)
-    """What black and white become. Models of other ranges have the difference folded into their patch embedding."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "image_size", _pair(self.image_size))
-        object.__setattr__(self, "value_range", tuple(self.value_range))
-        if self.crop not in ("central", "resize"):
-            raise ValueError(f"preprocessing.crop is central or resize, not {self.crop!r}")
-        if self.value_range != (-1.0, 1.0):
-            raise ValueError(f"preprocessing.value_range is always [-1, 1], not {list(self.value_range)}")
-
-    @classmethod
-    def of(cls, transform: Any) -> "Preprocessing":
-        """The evaluation part of a data transform's settings (softmoe.data.TransformConfig)."""
-        crop = evaluation_crop(transform.crop)
-        return cls(_pair(transform.image_size), crop, transform.central_ratio, transform.antialias)
+_LEAST = {"num_classes": 0, "end_token": 0, "blocks": 0}
+_MOST = {"depth": 1024, "image_size": MOST_SIDE, "patch_size": MOST_SIDE, "length": 1 << 16, "num_experts": 1 << 20}
+_MOST_POSITIONS = 1 << 26  # numbers in a table of positions that is computed, not read
 
 
 @dataclass(frozen=True)
@@ -142,9 +120,10 @@ def open_saved(where: str | Path, *, revision: str | None = None) -> SavedModel:
 
 
 def is_saved(folder: Path) -> bool:
+    """Tell whether the folder has a config.json that says it is one of ours."""
     try:
-        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        values = read_json(folder / "config.json")
+    except ValueError:
         return False
     return isinstance(values, dict) and values.get("format") == FORMAT
 
@@ -174,14 +153,15 @@ def read_saved(folder: Path) -> SavedModel:
             raise ValueError(f"the architecture is not that of the kind {values['kind']!r}")
         weights = values["weights"]
         check_keys(weights, ("dtypes", "files"), "weights.")
+        check_keys(values["provenance"], values["provenance"], "provenance.")
         return SavedModel(
             folder,
             image,
-            parse_preprocessing(values["preprocessing"]),
+            parse_preprocessing(values["preprocessing"], complete=True),
             parse_classes(values["classes"], image.num_classes),
             parse_files(weights["files"]),
-            None if weights["dtypes"] is None else dict(weights["dtypes"]),
-            dict(values["provenance"]),
+            parse_dtypes(weights["dtypes"]),
+            values["provenance"],
             towers,
             None if towers is None else read_tokenizer(folder, values["tokenizer"]),
         )
@@ -195,13 +175,11 @@ def read_checkpoint_model(folder: Path) -> SavedModel:
         step, files = read_manifest(folder)
         name = "ema.safetensors" if "ema.safetensors" in files else "model.safetensors"
         run = read_json(folder / "state.json")["config"]
-        transform = run["data"]["transform"]
-        size, crop = _pair(transform["image_size"]), evaluation_crop(transform["crop"])
         image, towers = split_architecture(parse_architecture(read_json(folder / "config.json")))
         return SavedModel(
             folder,
             image,
-            Preprocessing(size, crop, transform["central_ratio"], transform["antialias"]),
+            Preprocessing.of(SimpleNamespace(**run["data"]["transform"])),
             None,
             {name: files[name]},
             provenance={"run": run["run_name"], "step": step, "recipe_data": run["data"]["train"]},
@@ -215,21 +193,54 @@ def read_checkpoint_model(folder: Path) -> SavedModel:
 
 
 def parse_architecture(values: Mapping[str, Any]) -> Architecture:
+    """The model that config.json describes. ValueError for unknown keys, wrong types and numbers no model has."""
+    found: Architecture
     if not isinstance(values, Mapping) or "text" not in values:
         check_fields(values, ViTConfig, "architecture.")
-        return ViTConfig.from_dict(dict(values))
-    check_keys(values, [f.name for f in fields(TwoTowerConfig)], "architecture.")
-    check_fields(values["image"], ViTConfig, "architecture.image.")
-    check_fields(values["text"], TextConfig, "architecture.text.")
-    return TwoTowerConfig.from_dict(dict(values))
+        found = ViTConfig.from_dict(dict(values))
+    else:
+        check_keys(values, [f.name for f in fields(TwoTowerConfig)], "architecture.")
+        check_fields(values["image"], ViTConfig, "architecture.image.")
+        check_fields(values["text"], TextConfig, "architecture.text.")
+        check_types(values, get_type_hints(TwoTowerConfig), "architecture.", but=("image", "text"))
+        found = TwoTowerConfig.from_dict(dict(values))
+    check_numbers(found.to_dict(), "architecture")
+    image, _ = split_architecture(found)
+    if image.positions == "sincos" and image.tokens * image.width > _MOST_POSITIONS:
+        raise ValueError(f"the table of positions would have {image.tokens} rows of {image.width} numbers")
+    return found
+
+
+def check_numbers(values: Mapping[str, Any], path: str) -> None:
+    """ValueError for a number that no model has, before anything is built of it."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            check_numbers(value, f"{path}.{key}")
+            continue
+        least, most = _LEAST.get(key, 1), _MOST.get(key, (1 << 31) - 1)
+        for number in value if isinstance(value, list | tuple) else [value]:
+            if type(number) is int and not least <= number <= most:
+                raise ValueError(f"{path}.{key} is from {least} to {most}, not {number}")
+            if type(number) is float and abs(number) > 1e6:
+                raise ValueError(f"{path}.{key} is at most a million, not {number}")
 
 
 def check_fields(values: Mapping[str, Any], kind: type[ViTConfig] | type[TextConfig], path: str) -> None:
+    """ValueError for keys and types that are not those of this config, or of its router's."""
     check_keys(values, [f.name for f in fields(kind)], path)
-    if values.get("moe"):
+    check_types(values, get_type_hints(kind), path, but=("moe",))
+    if values.get("moe") is not None:
         check_keys(values["moe"], values["moe"], f"{path}moe.")
         moe = without_unused_options(values["moe"])
         check_keys(moe, ("router", *option_names(moe["router"])), f"{path}moe.")
+        hints = get_type_hints(MoEConfig) | get_type_hints(ROUTERS[moe["router"]])
+        check_types(moe, hints, f"{path}moe.", but=("router",))
+
+
+def check_types(values: Mapping[str, Any], hints: Mapping[str, Any], path: str, but: tuple[str, ...]) -> None:
+    for key, value in values.items():
+        if key not in but:
+            convert(hints[key], value, path + key)
 
 
 def split_architecture(architecture: Architecture) -> tuple[ViTConfig, TwoTowerConfig | None]:
@@ -246,7 +257,9 @@ def read_tokenizer(folder: Path, values: Mapping[str, Any]) -> TokenizerFile:
     if name not in TOKENIZER_FILES:  # also keeps us inside the folder
         raise ValueError(f"{name!r} is not the name of a tokenizer")
     try:
-        found = TokenizerFile(name, (folder / name).read_bytes(), bool(values["lower"]))
+        if type(values["lower"]) is not bool or not (folder / name).is_file():
+            raise ValueError(f"the tokenizer {name} is missing, or `lower` is not true or false")
+        found = TokenizerFile(name, (folder / name).read_bytes(), values["lower"])
     except OSError as error:
         raise ValueError(f"the tokenizer {name} cannot be read: {error.strerror or error}") from error
     if found.facts != FileFacts(values["bytes"], values["sha256"]):
@@ -259,11 +272,6 @@ def tokenizer_of_run(run: Path, lower: bool) -> TokenizerFile:
         if (run / name).is_file():
             return TokenizerFile(name, (run / name).read_bytes(), lower)
     raise ValueError(f"the run {run} has lost its tokenizer ({' or '.join(TOKENIZER_FILES)})")
-
-
-def parse_preprocessing(values: Mapping[str, Any]) -> Preprocessing:
-    check_keys(values, [f.name for f in fields(Preprocessing)], "preprocessing.")
-    return Preprocessing(**values)
 
 
 def parse_classes(values: list[str] | None, outputs: int | None) -> tuple[str, ...] | None:
@@ -282,26 +290,17 @@ def parse_files(values: Mapping[str, Mapping[str, Any]]) -> dict[str, FileFacts]
             raise ValueError(f"{name!r} is not the name of a weight file")
     if not values:
         raise ValueError("no weight file is named")
-    return {name: FileFacts(int(facts["bytes"]), str(facts["sha256"])) for name, facts in values.items()}
+    for name, facts in values.items():
+        check_keys(facts, ("bytes", "sha256"), f"weights.files.{name}.")
+        if type(facts.get("bytes")) is not int or not isinstance(facts.get("sha256"), str):
+            raise ValueError(f"size and SHA-256 of {name} are not stated")
+    return {name: FileFacts(facts["bytes"], facts["sha256"]) for name, facts in values.items()}
 
 
-def check_keys(values: Any, known: Iterable[str], path: str) -> None:
-    if not isinstance(values, Mapping):
-        raise ValueError(f"{path.rstrip('.') or 'it'} must be an object, not {values!r}")
-    known = list(known)
-    for key in values:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
-            raise ValueError(f"unknown key {path + str(key)!r}, did you mean {path + near!r}?")
-
-
-def evaluation_crop(crop: str) -> str:
-    """What a random crop of training becomes when nothing may be random."""
-    return {"inception": "central", "pad_crop": "resize"}.get(crop, crop)
-
-
-def _pair(size: int | tuple[int, int] | list[int]) -> tuple[int, int]:
-    pair = (size, size) if isinstance(size, int) else tuple(size)
-    if len(pair) != 2 or not all(type(side) is int and side > 0 for side in pair):
-        raise ValueError(f"image_size must be pixels or [height, width], not {size!r}")
-    return pair[0], pair[1]
+def parse_dtypes(values: Mapping[str, int] | None) -> dict[str, int] | None:
+    if values is None:
+        return None
+    check_keys(values, values, "weights.dtypes.")
+    if not all(type(count) is int for count in values.values()):
+        raise ValueError("weights.dtypes must give the number of tensors of each type")
+    return dict(values)

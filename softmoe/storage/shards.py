@@ -8,6 +8,7 @@ The ranks write into a hidden folder; when all of them are done, rank 0 writes t
 dies before that leaves the last checkpoint as it was.
 """
 
+import itertools
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
@@ -22,12 +23,14 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from softmoe.models import TwoTowerConfig, ViTConfig
 from softmoe.storage.checkpoint import write_texts
 from softmoe.storage.files import PARTIAL, FileFacts, empty_folder, put_in_place, sync_file
 from softmoe.storage.pretrained import SavedModel, save_tensors
-from softmoe.storage.weights import Spec
+from softmoe.storage.weights import Spec, check_finite
 
 Value = TypeVar("Value")
 
@@ -81,11 +84,27 @@ def write_parts(folder: Path, tensors: Mapping[str, Tensor], group: dist.Process
 
 def part_specs(place: Path) -> dict[str, Spec]:
     """Names, types and shapes of the tensors at `place`: a folder of parts, or one safetensors file."""
-    metadata = _reader(place).read_metadata().state_dict_metadata
-    return {
-        name: Spec(entry.properties.dtype, tuple(entry.size))  # pyright: ignore[reportAttributeAccessIssue]
-        for name, entry in metadata.items()
-    }
+    found: dict[str, Spec] = {}
+    for name, entry in _reader(place).read_metadata().state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata)
+        found[name] = Spec(entry.properties.dtype, tuple(entry.size))
+        check_cover(name, [(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks], found[name].shape, place)
+    return found
+
+
+Shape = tuple[int, ...]
+
+
+def check_cover(name: str, parts: list[tuple[Shape, Shape]], shape: Shape, place: Path) -> None:
+    """ValueError unless the parts (offset, size) fill the whole tensor: what no part has would stay zero."""
+    for start, size in parts:
+        if any(s < 0 or n < 0 or s + n > full for s, n, full in zip(start, size, shape, strict=True)):
+            raise ValueError(f"{place}: a part of {name} lies outside of its shape {list(shape)}")
+    for (a, a_size), (b, b_size) in itertools.combinations(set(parts), 2):
+        if all(x < y + m and y < x + n for x, n, y, m in zip(a, a_size, b, b_size, strict=True)):
+            raise ValueError(f"{place}: two parts of {name} overlap")
+    if sum(torch.Size(size).numel() for _, size in set(parts)) != torch.Size(shape).numel():
+        raise ValueError(f"{place}: the parts of {name} do not make up its shape {list(shape)}")
 
 
 def read_parts(
@@ -100,6 +119,8 @@ def read_parts(
             process_group=group,
             no_dist=alone or not dist.is_initialized(),
         )
+    for name, tensor in targets.items():
+        check_finite(name, tensor.to_local() if isinstance(tensor, DTensor) else tensor, place)
 
 
 def save_parts(place: Path, config: ViTConfig | TwoTowerConfig, folder: str | Path, **more: object) -> SavedModel:

@@ -51,6 +51,9 @@ class Spec:
     def of(cls, tensor: Tensor) -> "Spec":
         return cls(tensor.dtype, tuple(tensor.shape))
 
+    def __str__(self) -> str:
+        return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+
     @property
     def bytes(self) -> int:
         return self.dtype.itemsize * torch.Size(self.shape).numel()
@@ -143,6 +146,14 @@ def check_same(found: Mapping[str, Spec], expected: Mapping[str, Spec], where: s
                 f"{where} is of another model: {name} is {list(spec.shape)} {spec.dtype} there and "
                 f"{list(expected[name].shape)} {expected[name].dtype} here"
             )
+
+
+def check_finite(name: str, tensor: Tensor, where: Any) -> None:
+    """ValueError if the tensor holds NaN or infinity. One pass without a copy: the sum of finite numbers is finite, and
+    only a sum that is not is looked at again."""
+    wide = torch.float32 if tensor.dtype.itemsize < 4 else tensor.dtype
+    if not bool(tensor.sum(dtype=wide).isfinite()) and not bool(tensor.isfinite().all()):
+        raise ValueError(f"{where}: {name} holds numbers that are not finite (NaN or infinity)")
 
 
 def check_files(folder: Path, files: Mapping[str, FileFacts], *, hashes: bool) -> None:

@@ -7,7 +7,7 @@ from softmoe.data import TransformConfig
 from softmoe.models import MoEConfig, ViTConfig, model_config
 from softmoe.models.config import LAYER_OPTIONS, option_names, router_options
 from softmoe.storage.store import CheckpointSection
-from softmoe.train.strict import convert, from_dict, to_dict
+from softmoe.storage.strict import convert, from_dict, to_dict
 from softmoe.train.text_section import TextSection
 
 _NOT_SHAPE = ("name", "router", "weights", "new_head", "locked", "options")

@@ -4,8 +4,8 @@ from softmoe.budget import cost, memory, text_cost, training_flops
 from softmoe.data import open_source
 from softmoe.models import ViTConfig
 from softmoe.models.two_tower import features_dim
+from softmoe.storage.strict import flatten
 from softmoe.train.config import TrainConfig
-from softmoe.train.strict import flatten
 
 
 def describe_run(config: TrainConfig) -> str:

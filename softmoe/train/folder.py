@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from softmoe.storage.files import read_json, write_json
+from softmoe.storage.strict import flatten
 from softmoe.train.config import TrainConfig
 from softmoe.train.schedule import make_schedule
-from softmoe.train.strict import flatten
 
 FREE = (
     "run_name",

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 
 from softmoe.storage.files import write_json
+from softmoe.storage.strict import flatten
 from softmoe.train.health import model_health
 from softmoe.train.peak import peak_flops
 from softmoe.train.progress import Clock, progress_line
 from softmoe.train.run import Run
 from softmoe.train.step import autocast
-from softmoe.train.strict import flatten
 from softmoe.train.together import evaluate_share
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from softmoe.data import TransformConfig
+from softmoe.storage.strict import from_dict, to_dict
 from softmoe.train import (
     CheckpointSection,
     DataSection,
@@ -17,7 +18,6 @@ from softmoe.train import (
     ScheduleSection,
     TrainConfig,
 )
-from softmoe.train.strict import from_dict, to_dict
 
 MakeConfig = Callable[..., TrainConfig]
 

@@ -2,8 +2,13 @@
 
 import dataclasses
 import difflib
+import reprlib
+import sys
 import types
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+_LARGEST = sys.float_info.max  # neither NaN nor infinity is a setting
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -13,13 +18,10 @@ def to_dict(config: Any) -> dict[str, Any]:
 def from_dict(cls: type, values: Any, path: str = "") -> Any:
     """An instance of `cls`. Missing keys take their defaults; an unknown key or a wrong type is a ValueError."""
     if not isinstance(values, dict):
-        raise ValueError(f"{path or cls.__name__} must be a table of settings, got {values!r}")
+        raise ValueError(f"{path or cls.__name__} must be a table of settings, got {reprlib.repr(values)}")
     hints = get_type_hints(cls)
     names = [f.name for f in dataclasses.fields(cls)]
-    for key in values:
-        if key not in names:
-            near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.0)[0]
-            raise ValueError(f"unknown key {_join(path, key)!r}, did you mean {_join(path, near)!r}?")
+    check_keys(values, names, f"{path}." if path else "")
     return cls(**{key: convert(hints[key], value, _join(path, key)) for key, value in values.items()})
 
 
@@ -27,6 +29,9 @@ def convert(hint: Any, value: Any, path: str) -> Any:
     """The value as the type says, or a ValueError that names its place."""
     origin: Any = get_origin(hint)
     if origin in (Union, types.UnionType):
+        tables = [member for member in get_args(hint) if dataclasses.is_dataclass(member)]
+        if tables and isinstance(value, dict):  # so that the error is that of the key inside
+            return convert(tables[0], value, path)
         for member in get_args(hint):
             try:
                 return convert(member, value, path)
@@ -46,11 +51,12 @@ def convert(hint: Any, value: Any, path: str) -> Any:
     elif hint is types.NoneType:
         if value is None:
             return None
-    elif hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+    elif hint is float:
+        if isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST <= value <= _LARGEST:
+            return float(value)
     elif type(value) is hint:  # exactly: True is not a number here
         return value
-    raise ValueError(f"{path} must be {describe(hint)}, got {value!r}")
+    raise ValueError(f"{path} must be {describe(hint)}, got {reprlib.repr(value)}")
 
 
 def _convert_tuple(members: tuple, values: list | tuple, path: str) -> tuple:
@@ -78,6 +84,17 @@ def flatten(values: dict[str, Any], path: str = "") -> dict[str, Any]:
     for key, value in values.items():
         flat |= flatten(value, _join(path, key)) if isinstance(value, dict) else {_join(path, key): value}
     return flat
+
+
+def check_keys(values: Any, known: Iterable[str], path: str) -> None:
+    """ValueError unless `values` is a table with no other keys than the known ones; `path` is written before a key."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{path.rstrip('.') or 'it'} must be an object, not {reprlib.repr(values)}")
+    known = list(known)
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
+            raise ValueError(f"unknown key {path + str(key)!r}, did you mean {path + near!r}?")
 
 
 def _join(path: str, key: Any) -> str:
