@@ -36,3 +36,16 @@ def test_every_room_is_listed() -> None:
     """The file tree names every room there is, and none that is not."""
     rooms = {path.name for path in (ROOT / "softmoe").iterdir() if (path / "__init__.py").exists()}
     assert set(re.findall(r"^ +softmoe/(\w+)/", TEXT, re.MULTILINE)) == rooms
+
+
+def test_contributing_names_what_there_is() -> None:
+    """Every file and folder that CONTRIBUTING.md names exists, and every link of the other pages leads somewhere."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rooms = "|".join(path.name for path in (ROOT / "softmoe").iterdir() if path.is_dir())
+    named = set(re.findall(r"`((?:softmoe|tests|docs)/[\w./]*)`", text))
+    named |= {f"softmoe/{path}" for path in re.findall(rf"`((?:{rooms})/[\w./]+\.py)`", text)}
+    assert len(named) > 15
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+    for page in [ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")]:
+        links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
+        assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == [], page.name
