@@ -60,7 +60,7 @@ def models_report(models: dict[str, ViTConfig], convention: Convention = "ours")
 
 
 def parts_table(title: str, costs: dict[str, Cost], what: str) -> list[str]:
-    show = short if what == "params" else (lambda macs: f"{macs / 1e9:.3f}")
+    show = short_number if what == "params" else (lambda macs: f"{macs / 1e9:.3f}")
     names = list(next(iter(costs.values())).parts)
     rows = [
         [name, *(show(value) if (value := getattr(part, what)) else "-" for part in c.parts.values())]
@@ -119,7 +119,7 @@ def long_row(row: Comparison) -> list[str]:
         name,
         f"{run.steps // 1_000_000}M",
         run.params,
-        short(row.params),
+        short_number(row.params),
         f"{run.gflop:.1f}",
         f"{row.gflop:.2f}",
         f"{row.gflop_error:+z.2%}",
@@ -175,7 +175,7 @@ def aligned(lines: Sequence[Sequence[str]], left: tuple[int, ...] = (0,)) -> lis
     return [line(cells) for cells in lines]
 
 
-def short(number: int) -> str:
+def short_number(number: int) -> str:
     """Shorten 933709471 to "933.7M"."""
     for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if number >= size:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from statistics import mean, median
 from typing import Any
 
-from softmoe.inspection.page import short
+from softmoe.inspection.page import layer_label
 from softmoe.machine import bfloat16_works, safe_instruction_set
 
 SATURATED = 0.95  # mean largest weight; 1 is a softmax that passes one entry only
@@ -148,7 +148,7 @@ def examine_parameters(correlations: Layers, experts: int, tokens: int) -> list[
             Verdict(
                 "scale of the logits",
                 not low <= scales[layer] <= high,
-                f"{scales[layer]:.3g} in {short(layer)}",
+                f"{scales[layer]:.3g} in {layer_label(layer)}",
                 f"{low:g} to {high:g}",
                 "a scale far out makes routing one-hot or flat: lower the learning rate, set optim.scale_decay",
             )
@@ -212,7 +212,7 @@ def judge(
     else:
         assert below is not None
         wrong, limit = value < below, f"at least {format(below, form)}"
-    return [Verdict(check, wrong, f"{words.format(format(value, form))} in {short(layer)}", limit, advice)]
+    return [Verdict(check, wrong, f"{words.format(format(value, form))} in {layer_label(layer)}", limit, advice)]
 
 
 def examine_history(rows: Rows, warmup: int = 0) -> list[Verdict]:

@@ -110,7 +110,7 @@ def model_data(model: Inspection, pictures: list[int], packed: list[dict[str, An
         ],
         "layers": [
             {
-                "label": f"{short(name)}: {layer['router']}",
+                "label": f"{layer_label(name)}: {layer['router']}",
                 "soft": layer["kind"] == "dense",
                 "tokens": layer["tokens"],
                 "slots": layer["experts"] * layer["slots_per_expert"],
@@ -180,7 +180,7 @@ def safe_json(value: Any) -> str:
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def short(layer: str) -> str:
+def layer_label(layer: str) -> str:
     """Shorten encoder.blocks.3.mlp to block 3; other names stay as they are."""
     parts = layer.split(".")
     return f"block {parts[2]}" if layer.startswith("encoder.blocks.") and len(parts) == 4 else layer
@@ -197,7 +197,9 @@ def layer_lines(model: Inspection) -> list[list[str]]:
         slots = r["experts"] * r["slots_per_expert"]
         cells = [name.removeprefix("encoder."), r["router"], str(slots), str(r["tokens"])]
         known = DENSE if r["kind"] == "dense" else SPARSE
-        cells += [show(get(r), form) if (title, get, form) in known else "-" for title, get, form in columns(model)]
+        cells += [
+            number_cell(get(r), form) if (title, get, form) in known else "-" for title, get, form in columns(model)
+        ]
         lines.append(cells)
     return lines
 
@@ -207,7 +209,7 @@ def columns(model: Inspection) -> list[tuple[str, Any, str]]:
     return [*(DENSE if "dense" in kinds else ()), *(SPARSE if "sparse" in kinds else ())]
 
 
-def show(value: float | None, form: str) -> str:
+def number_cell(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 

@@ -16,7 +16,7 @@ from PIL import Image
 
 from softmoe.inspection.collect import Inspection
 from softmoe.inspection.correlation import slot_correlation
-from softmoe.inspection.page import short
+from softmoe.inspection.page import layer_label
 from softmoe.inspection.samples import different_slots
 from softmoe.inspection.streaming import BANDS
 from softmoe.moe import SoftRouter
@@ -67,7 +67,7 @@ def token_and_expert_shares(model: Inspection) -> Any | None:
         mass = r["token_mass"]
         counts = np.array(mass["counts"])
         upper = mass["bin_width"] * (np.arange(len(counts)) + 1)
-        left.plot(upper, 100 * np.cumsum(counts) / counts.sum(), color=color, label=short(name))
+        left.plot(upper, 100 * np.cumsum(counts) / counts.sum(), color=color, label=layer_label(name))
         experts = np.sort(r["importance"]["experts"])[::-1]
         middle.plot(np.arange(1, len(experts) + 1), experts / max(experts[-1], 1e-12), color=color)
     left.axvline(layers[next(iter(layers))]["token_mass"]["mean"], color="#888", ls=":", lw=1)
@@ -79,7 +79,9 @@ def token_and_expert_shares(model: Inspection) -> Any | None:
     width = r["tokens_per_slot"]
     for slot_curve in width["curves"][:512]:
         right.plot(width["ranks"], slot_curve, color="#0b6e99", alpha=0.25, lw=0.8)
-    right.set(xlabel=f"tokens, heaviest first ({short(name)})", ylabel="share of the slot's weight", ylim=(0, 1.02))
+    right.set(
+        xlabel=f"tokens, heaviest first ({layer_label(name)})", ylabel="share of the slot's weight", ylim=(0, 1.02)
+    )
     for axis in (left, middle, right):
         plain(axis)
     return figure
@@ -104,7 +106,7 @@ def curve_grid(model: Inspection, key: str, x_label: str, y_label: str) -> Any |
             axis.fill_between(found["ranks"], *found["bands"][str(share)], color="#0b6e99", alpha=alpha, lw=0)
         axis.plot(found["ranks"], found["mean"], color="#083d56")
         axis.plot([0, found["ranks"][-1]], [0, 1], color="#888", ls=":", lw=1)
-        axis.set(title=short(name), ylim=(0, 1.02), xlim=(0, found["ranks"][-1]))
+        axis.set(title=layer_label(name), ylim=(0, 1.02), xlim=(0, found["ranks"][-1]))
         plain(axis)
     figure.supxlabel(x_label, fontsize=10)
     figure.supylabel(y_label, fontsize=10)
@@ -122,7 +124,7 @@ def correlation(model: Inspection) -> Any | None:
         matrix = slot_correlation(router, SLOTS_SHOWN).float().cpu().numpy()
         picture = axis.imshow(matrix, vmin=-1, vmax=1, cmap="RdBu_r", interpolation="nearest")
         more = f", first {SLOTS_SHOWN} of {slots} slots" if slots > SLOTS_SHOWN else ""
-        axis.set_title(f"{short(name)}{more}", fontsize=9)
+        axis.set_title(f"{layer_label(name)}{more}", fontsize=9)
         axis.tick_params(labelsize=7)
     figure.colorbar(picture, ax=list(axes), shrink=0.6, label="inner product")
     return figure
@@ -141,7 +143,7 @@ def slot_images(model: Inspection) -> Any | None:
     for line, (name, weights) in zip(axes, sample.weights.items(), strict=True):
         dispatch_MS = weights.dispatch_MS()
         line[0].imshow(sample.pixels)
-        line[0].set_ylabel(short(name), fontsize=8)
+        line[0].set_ylabel(layer_label(name), fontsize=8)
         for axis, slot in zip(line[1:], different_slots(dispatch_MS, columns - 1), strict=False):
             axis.imshow(shaded(sample.pixels, dispatch_MS[:, slot], sample.grid))
             axis.set_title(f"slot {slot}", fontsize=7)
@@ -171,7 +173,7 @@ def collapse(model: Inspection) -> Any | None:
     ]
     known = [s for s in scales if s is not None]
     figure, axes = pyplot().subplots(1, 2 + bool(known), figsize=(11, 3.2), layout="constrained")
-    names = [short(name) for name in layers]
+    names = [layer_label(name) for name in layers]
     for axis, (title, keys, limits) in zip(axes, panels, strict=False):
         for (kind, key), color in zip(keys, ("#0b6e99", "#d1495b"), strict=True):
             axis.plot(names, [r[kind][key] for r in layers.values()], "o-", color=color, label=kind)
@@ -191,14 +193,14 @@ def dropping(model: Inspection) -> Any | None:
     if not layers:
         return None
     figure, (left, right) = pyplot().subplots(1, 2, figsize=(10, 3.4), layout="constrained")
-    left.bar([short(name) for name in layers], [100 * r["dropped"] for r in layers.values()], color="#0b6e99")
+    left.bar([layer_label(name) for name in layers], [100 * r["dropped"] for r in layers.values()], color="#0b6e99")
     left.set(ylabel="tokens dropped (%)")
     left.tick_params(axis="x", rotation=60 if len(layers) > 6 else 0, labelsize=8)
     experts = 1
     for color, (name, r) in zip(shades(len(layers)), layers.items(), strict=True):
         experts = r["experts"]
         load = np.sort(r["load"])[::-1]
-        right.plot(np.arange(1, len(load) + 1), 100 * load, "o-", ms=3, color=color, label=short(name))
+        right.plot(np.arange(1, len(load) + 1), 100 * load, "o-", ms=3, color=color, label=layer_label(name))
     right.axhline(100 / experts, color="#888", ls=":", lw=1)
     right.set(xlabel="experts, fullest first", ylabel="share of the tokens (%)", ylim=(0, None))
     right.legend(frameon=False, fontsize=8)

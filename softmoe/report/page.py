@@ -56,19 +56,19 @@ def summary_table(runs: list[RunRecord]) -> list[tuple[str, ...]]:
                 run.name,
                 f"{price.params:,}",
                 f"{price.forward_flops / 1e6:.1f}",
-                show(run.last("step"), ",.0f"),
-                show(run.last("images"), ",.0f"),
-                show(run.last("flops"), ",.1f", 1e-12),
-                show(run.last("device_seconds"), ",.0f"),
-                show(run.last("val/top1"), ".2f", 100),
-                show(run.last("val/top5"), ".2f", 100),
-                show(run.last("val/loss"), ".3f"),
+                number_cell(run.last("step"), ",.0f"),
+                number_cell(run.last("images"), ",.0f"),
+                number_cell(run.last("flops"), ",.1f", 1e-12),
+                number_cell(run.last("device_seconds"), ",.0f"),
+                number_cell(run.last("val/top1"), ".2f", 100),
+                number_cell(run.last("val/top5"), ".2f", 100),
+                number_cell(run.last("val/loss"), ".3f"),
             )
         )
     return lines
 
 
-def show(value: float | None, form: str, factor: float = 1.0) -> str:
+def number_cell(value: float | None, form: str, factor: float = 1.0) -> str:
     return "-" if value is None else format(value * factor, form)
 
 

@@ -111,12 +111,15 @@ class Table:
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow([*labels, "seed", *numbers, "run"])
         for row in self.rows:
-            cells = [show(row.labels.get(key)) for key in labels], [show(row.numbers.get(key)) for key in numbers]
+            cells = (
+                [csv_cell(row.labels.get(key)) for key in labels],
+                [csv_cell(row.numbers.get(key)) for key in numbers],
+            )
             writer.writerow([*cells[0], row.seed, *cells[1], row.folder.name])
         return text.getvalue()
 
 
-def show(value: Any) -> str:
+def csv_cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     return " ".join(map(str, value)) if isinstance(value, tuple) else "" if value is None else str(value)

@@ -8,7 +8,7 @@ import pytest
 from making import HOSTILE, inspection, tiny_model
 
 from softmoe.inspection.collect import Inspection
-from softmoe.inspection.page import safe_json, short, write_page
+from softmoe.inspection.page import layer_label, safe_json, write_page
 from softmoe.inspection.samples import Sample, Weights, logit_table
 
 
@@ -66,4 +66,4 @@ def test_a_large_page_is_small(tmp_path):
 )
 def test_short_names(name, shown):
     """Blocks by number, other layers by their path."""
-    assert short(name) == shown
+    assert layer_label(name) == shown
