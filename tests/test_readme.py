@@ -9,6 +9,7 @@ from softmoe.cli import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
+LOGS = ("experiments", "benchmarks_log")
 
 
 @pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL))
@@ -49,3 +50,12 @@ def test_contributing_names_what_there_is() -> None:
     for page in [ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")]:
         links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
         assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == [], page.name
+
+
+def test_files_named_in_the_pages_exist() -> None:
+    """Every `room/file.py` that the README or a guide names is there; logs keep the names of their time."""
+    rooms = "|".join(path.name for path in (ROOT / "softmoe").iterdir() if path.is_dir())
+    pages = [ROOT / "README.md", *(p for p in (ROOT / "docs").glob("*.md") if p.stem not in LOGS)]
+    for page in pages:
+        named = re.findall(rf"\b(?:softmoe/)?((?:{rooms})/[\w/]+\.(?:py|cpp))", page.read_text())
+        assert [path for path in named if not (ROOT / "softmoe" / path).exists()] == [], page.name
