@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from PIL import Image
 
 from softmoe.data.augment import rand_augment, random_erasing
+from softmoe.data.decode import decode
+
+if TYPE_CHECKING:
+    import torch
 
 CROPS = ("inception", "resize", "central", "pad_crop")
 _ASPECT = (3 / 4, 4 / 3)
@@ -86,6 +90,18 @@ class Transform:
         height, width = image.shape[:2]
         return to_tensor(self.apply(image, self.plan(height, width, rng), rng))
 
+    def read(self, data: bytes, name: str) -> np.ndarray:
+        """(H, W, 3) uint8 of the wanted size, from an image file held in `data`, decoded no larger than needed."""
+        rng = np.random.default_rng(0)  # evaluation draws nothing from it
+        plans: list[Plan] = []
+
+        def min_side(height: int, width: int) -> int:
+            plans.append(self.plan(height, width, rng))
+            return plans[0].min_side
+
+        image = decode(data, name, min_side)
+        return self.apply(image, plans[0], rng)
+
     def plan(self, height: int, width: int, rng: np.random.Generator) -> Plan:
         """Choose the crop for an image of this size."""
         target_height, target_width = self.config.size
@@ -141,7 +157,7 @@ class Transform:
 
     def _resized(self, image: np.ndarray, plan: Plan) -> np.ndarray:
         area = self.crop == "central"  # the reference shrinks by area in evaluation, bilinearly in training
-        return resize(image, self.config.size, plan.box, self.config.antialias, area)
+        return resize(image, self.config.size, plan.box, self.config.antialias, area, fast=self.train)
 
 
 def _pixels_of(images: np.ndarray) -> np.ndarray:
@@ -182,10 +198,13 @@ def resize(
     box: tuple[float, float, float, float] = WHOLE,
     antialias: bool = True,
     area: bool = False,
+    fast: bool = False,
 ) -> np.ndarray:
     """Cut `box` out of (h, w, 3) uint8, to the nearest pixel, and bring it to `size` (height, width).
 
-    `area` averages when shrinking (each pixel counts alike); otherwise bilinear, with or without antialiasing.
+    `area` averages when shrinking (each pixel counts alike); otherwise bilinear, with or without antialiasing. `fast`
+    takes torch's antialiased kernel, four times as fast as Pillow's and one level off in some pixels: evaluation does
+    without, so that exported models get the same pixels from Pillow alone.
     """
     height, width = image.shape[:2]
     if (height, width) == size and box == WHOLE:
@@ -193,10 +212,13 @@ def resize(
     rows, columns = _pixels(box[0], box[2], height), _pixels(box[1], box[3], width)
     part = image[rows, columns]
     if area and part.shape[0] >= size[0] and part.shape[1] >= size[1]:
-        return np.asarray(Image.fromarray(part).resize((size[1], size[0]), Image.Resampling.BOX))
+        return _filtered(part, size, Image.Resampling.BOX)
     if not antialias:
         return _sampled(part, size)
-    # torch's kernel for bytes is four times as fast as Pillow's
+    if not fast:
+        return _filtered(part, size, Image.Resampling.BILINEAR)
+    import torch
+
     channels_last = torch.from_numpy(np.ascontiguousarray(part)).permute(2, 0, 1)[None]
     resized = torch.nn.functional.interpolate(channels_last, size=size, mode="bilinear", antialias=True)
     return resized[0].permute(1, 2, 0).numpy()
@@ -206,6 +228,10 @@ def _pixels(start: float, share: float, length: int) -> slice:
     """At least one whole pixel of `length`, from a start and a share of it."""
     first = min(round(start * length), length - 1)
     return slice(first, max(first + 1, min(round((start + share) * length), length)))
+
+
+def _filtered(image: np.ndarray, size: tuple[int, int], resampling: Image.Resampling) -> np.ndarray:
+    return np.asarray(Image.fromarray(image).resize((size[1], size[0]), resampling))
 
 
 def _sampled(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
@@ -233,6 +259,8 @@ def mirror(images: np.ndarray, chosen: list[bool]) -> None:
 
 def to_tensor(images: np.ndarray) -> torch.Tensor:
     """(..., H, W, 3) uint8 -> (..., 3, H, W) float32 in [-1, 1]."""
+    import torch
+
     planes = np.empty((*images.shape[:-3], 3, *images.shape[-3:-1]), dtype=np.float32)
     for channel in range(3):
         np.multiply(images[..., channel], np.float32(2 / 255), out=planes[..., channel, :, :])

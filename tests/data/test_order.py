@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from softmoe.data import order
+from softmoe.data.order import order
 
 lengths = st.integers(1, 150)
 seeds = st.integers(0, 2**63)

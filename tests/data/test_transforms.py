@@ -1,5 +1,10 @@
 """Crops, resizing and augmentation."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+import softmoe
 from softmoe.data import Transform, TransformConfig, to_tensor
 from softmoe.data.augment import rand_augment, random_erasing
 from softmoe.data.transforms import CROPS, inception_crop, resize
@@ -186,3 +192,22 @@ def test_mistakes(field, words):
     """Values out of range are named."""
     with pytest.raises(ValueError, match=words):
         TransformConfig(**field)
+
+
+@pytest.mark.parametrize("size", [(24, 31), (80, 95)])
+def test_evaluation_resizes_as_pillow_does(size):
+    """Pillow alone gives the pixels of evaluation; training's faster kernel is one level off at most."""
+    image = np.random.default_rng(0).integers(0, 256, (60, 70, 3), dtype=np.uint8)
+    expected = np.asarray(Image.fromarray(image).resize(size[::-1], Image.Resampling.BILINEAR))
+    config = TransformConfig(size, "resize", flip=False)
+    rng = np.random.default_rng(0)
+    found = [t.apply(image, t.plan(60, 70, rng), rng) for t in (Transform(config, False), Transform(config, True))]
+    np.testing.assert_array_equal(found[0], expected)
+    np.testing.assert_allclose(found[1].astype(int), expected, atol=1)
+
+
+def test_decoding_needs_no_torch():
+    """A process that turns files into pixels, as the decoders of the service do, does not load torch."""
+    code = "import sys, softmoe.data.transforms; assert 'torch' not in sys.modules"
+    environment = os.environ | {"PYTHONPATH": str(Path(softmoe.__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
