@@ -28,10 +28,24 @@ class Arguments:
     """Requests that may wait, beyond which the answer is 503; four batches if not given."""
     max_bytes: int = 10_000_000
     """Largest request."""
+    max_held_bytes: int = 64_000_000
+    """Bytes of all requests that are not decoded yet; beyond it the largest that still come are given up (408, 503)."""
     max_pixels: int = 50_000_000
     """Largest image."""
+    max_connections: int = 512
+    """Connections, or fewer if the limit of open files is low; the longest idle one makes room for a new one."""
     timeout: float = 30.0
     """Seconds for a request."""
+    header_seconds: float = 10.0
+    """Seconds for the headers of a request; then 408."""
+    body_idle_seconds: float = 5.0
+    """Seconds between two pieces of a body; then 408."""
+    keep_alive_seconds: float = 15.0
+    """Seconds that a connection is kept without a request."""
+    decoders: int = 2
+    """Processes that decode images."""
+    decode_seconds: float = 5.0
+    """Seconds to decode an image; then its process is killed, and the answer is 422."""
     threads: int | None = None
     """Processor threads of the model."""
     image_size: int | tuple[int, int] | None = None
@@ -44,19 +58,31 @@ def main(argv: list[str]) -> int:
 
     import torch
 
+    from softmoe.data.decoders import Decoders, pixel_reader
     from softmoe.evaluate import load
     from softmoe.evaluate.answering import Answers
     from softmoe.inference.service import Limits, Service
     from softmoe.inference.serving import serve
 
-    waiting = 4 * a.max_batch if a.max_waiting is None else a.max_waiting
-    limits = Limits(a.max_batch, a.max_wait_ms / 1e3, waiting, a.max_bytes, a.timeout)
+    limits = Limits(
+        max_batch=a.max_batch,
+        max_wait=a.max_wait_ms / 1e3,
+        max_waiting=4 * a.max_batch if a.max_waiting is None else a.max_waiting,
+        max_bytes=a.max_bytes,
+        max_held_bytes=a.max_held_bytes,
+        timeout=a.timeout,
+        body_idle=a.body_idle_seconds,
+        header=a.header_seconds,
+        keep_alive=a.keep_alive_seconds,
+        connections=a.max_connections,
+    )
     if a.threads is not None and a.threads < 1:
         raise ValueError(f"threads must be at least 1, got {a.threads}")
     if a.threads is not None:
         torch.set_num_threads(a.threads)
     loaded = load(a.model, device=a.device, image_size=a.image_size, weights=a.weights)
-    answers = Answers(loaded, top=a.top, max_pixels=a.max_pixels)
+    answers = Answers(loaded, top=a.top)
+    decoders = Decoders(pixel_reader(loaded.transform, a.max_pixels), a.decoders, a.decode_seconds)
     show = {
         "classify": lambda answer: {"classes": [{"class": name, "probability": p} for name, p in answer.classes]},
         "embed": lambda answer: {"embedding": answer.embedding},
@@ -64,6 +90,6 @@ def main(argv: list[str]) -> int:
     if not answers.names:
         del show["classify"]
     about = {"model": loaded.saved.folder.name, "fingerprint": loaded.saved.fingerprint, "weights": a.weights}
-    service = Service(answers.read, answers.ask, show, about=about, limits=limits)
+    service = Service(decoders, answers.ask, show, about=about, limits=limits)
     serve(service, a.host, a.port, lambda address: print(f"serving {a.model} at {address}", flush=True))
     return 0

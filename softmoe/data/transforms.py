@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from softmoe.data.augment import rand_augment, random_erasing
-from softmoe.data.decode import decode
+from softmoe.data.decode import MAX_PIXELS, decode
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +90,7 @@ class Transform:
         height, width = image.shape[:2]
         return to_tensor(self.apply(image, self.plan(height, width, rng), rng))
 
-    def read(self, data: bytes, name: str) -> np.ndarray:
+    def read(self, data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> np.ndarray:
         """(H, W, 3) uint8 of the wanted size, from an image file held in `data`, decoded no larger than needed."""
         rng = np.random.default_rng(0)  # evaluation draws nothing from it
         plans: list[Plan] = []
@@ -99,7 +99,7 @@ class Transform:
             plans.append(self.plan(height, width, rng))
             return plans[0].min_side
 
-        image = decode(data, name, min_side)
+        image = decode(data, name, min_side, max_pixels)
         return self.apply(image, plans[0], rng)
 
     def plan(self, height: int, width: int, rng: np.random.Generator) -> Plan:

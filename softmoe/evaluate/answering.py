@@ -1,18 +1,18 @@
-"""Encoded images in memory -> answers, for a service: what `predict` says of files, for bytes from strangers."""
+"""Images in memory -> answers, for a service: what `predict` says of files."""
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-from torch import Tensor
 
-from softmoe.data import Example, evaluation_batches
-from softmoe.data.decode import MAX_PIXELS, decode
-from softmoe.data.source import MinSide
+from softmoe.data import to_tensor
 from softmoe.evaluate.inputs import Loaded
 
 
 @dataclass(frozen=True)
 class Answer:
+    """The classes and the embedding of one image."""
+
     classes: tuple[tuple[str, float], ...]
     """(class, probability), the likeliest first; empty for a model without a head."""
     embedding: tuple[float, ...]
@@ -20,27 +20,21 @@ class Answer:
 
 
 class Answers:
-    """`read` turns bytes into the model's input, `ask` a batch of inputs into answers."""
+    """`ask` turns a batch of images into answers."""
 
-    def __init__(self, loaded: Loaded, *, top: int = 5, max_pixels: int = MAX_PIXELS):
+    def __init__(self, loaded: Loaded, *, top: int = 5):
         if top < 1:
             raise ValueError(f"top must be at least 1, got {top}")
-        self.model, self.transform = loaded.model, loaded.transform
+        self.model, self.size = loaded.model, loaded.preprocessing.image_size
         self.names = loaded.class_names()
         self.top = min(top, len(self.names))
-        self.max_pixels = max_pixels
         self.device = next(loaded.model.parameters()).device
 
-    def read(self, data: bytes) -> Tensor:
-        """(3, height, width), made as `predict` makes it. ValueError with the reason for what is not an image."""
-        batch = next(iter(evaluation_batches(OneImage(data, self.max_pixels), self.transform, 1)))
-        if batch.broken:
-            raise ValueError(f"the image cannot be read: {batch.broken[0][1]}")
-        return batch.images[0]
-
-    def ask(self, images: list[Tensor]) -> list[Answer]:
+    def ask(self, images: list[bytes]) -> list[Answer]:
+        """`images` are (height, width, 3) uint8 of the model's size, as softmoe.data.decoders makes them."""
+        pixels = np.stack([np.frombuffer(image, np.uint8).reshape(*self.size, 3) for image in images])
         with torch.inference_mode():
-            tokens_BMD = self.model.forward_features(torch.stack(images).to(self.device))
+            tokens_BMD = self.model.forward_features(to_tensor(pixels).to(self.device))
             vectors_BD = self.model.forward_head(tokens_BMD, pre_logits=True)
             vectors = vectors_BD.float().cpu().tolist()
             if not self.names:
@@ -51,23 +45,3 @@ class Answers:
             named = tuple((self.names[c], p) for p, c in zip(values, indices, strict=True))
             answers.append(Answer(named, tuple(vector)))
         return answers
-
-
-class OneImage:
-    """A source of one example, from memory."""
-
-    classes: tuple[str, ...] = ()
-    multi_label = False
-    fingerprint = "memory"
-
-    def __init__(self, data: bytes, max_pixels: int = MAX_PIXELS):
-        self.data, self.max_pixels = data, max_pixels
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: int) -> Example:
-        return self.read(index)
-
-    def read(self, index: int, min_side: MinSide = None) -> Example:
-        return Example(decode(self.data, "image", min_side, self.max_pixels), (), name="image")

@@ -59,17 +59,20 @@ class Batcher(Generic[Question, Reply]):
             if self._closed:
                 raise Closed
             if len(self._waiting) >= self.max_waiting:
+                self._waiting = deque(pair for pair in self._waiting if not pair[1].cancelled())
+            if len(self._waiting) >= self.max_waiting:
                 raise Overloaded
             self._waiting.append((question, future))
             self._changed.notify()
         return future
 
-    def close(self) -> None:
-        """Answer what waits, take no more, and end the thread."""
+    def close(self, timeout: float | None = None) -> bool:
+        """Answer what waits, take no more, and end the thread; False if it has not ended after `timeout` seconds."""
         with self._changed:
             self._closed = True
             self._changed.notify()
-        self._thread.join()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def _work(self) -> None:
         while batch := self._next():

@@ -5,28 +5,27 @@
     GET  /health     200 while it works, 503 while it ends
     GET  /metrics    Prometheus text
 
-Answers other than 200 are {"error": one sentence}: 400 not an image, 408 the body came too slowly, 413 too large,
-503 too busy (try again after the seconds in Retry-After) or ending. How bytes become questions and questions answers
-is handed in.
+Answers other than 200 are {"error": one sentence}: 400 not an image, 408 the body came too slowly, 411 no
+Content-Length, 413 too large, 422 takes too long to decode, 503 too busy (try again after the seconds in Retry-After)
+or ending. How bodies become questions and questions answers is handed in; connections are limited in serving.py.
 """
 
 import asyncio
-import io
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, Protocol
 
 from softmoe.inference.batching import Batcher, Closed, Overloaded
 from softmoe.inference.metrics import Metrics
 
 try:
-    import python_multipart
-    from python_multipart.exceptions import FormParserError
+    import python_multipart  # noqa: F401  # used by the decoders
     from starlette.applications import Starlette
+    from starlette.datastructures import Headers
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import JSONResponse, PlainTextResponse, Response
     from starlette.routing import Route
@@ -36,21 +35,37 @@ except ImportError as error:
 
 @dataclass(frozen=True)
 class Limits:
+    """Bounds of the service on number, size and time; times are in seconds."""
+
     max_batch: int = 8
     max_wait: float = 0.005
-    """Seconds that a batch waits for others to fill it."""
+    """Time that a batch waits for others to fill it."""
     max_waiting: int = 32
     """Requests that may wait; further ones get 503."""
     max_bytes: int = 10_000_000
+    """Of one request."""
+    max_held_bytes: int = 64_000_000
+    """Of all requests that have come, wholly or in part, and are not decoded yet."""
     timeout: float = 30.0
-    """Seconds for a request, from its first byte to its answer."""
+    """Time of a request, from its headers to its answer."""
+    body_idle: float = 5.0
+    """Time between two pieces of a body."""
+    header: float = 10.0
+    """Time for the headers of a request."""
+    keep_alive: float = 15.0
+    """Time that a connection may be kept without a request."""
+    connections: int = 512
+    ending: float = 2.5
+    """Time that requests under way have when the service is told to end."""
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "max_waiting", "max_bytes", "timeout"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        for field in fields(self):
+            if getattr(self, field.name) <= 0 and field.name != "max_wait":
+                raise ValueError(f"{field.name} must be above 0, got {getattr(self, field.name)}")
         if self.max_wait < 0:
             raise ValueError(f"max_wait must not be negative, got {self.max_wait}")
+        if self.max_held_bytes < self.max_bytes:
+            raise ValueError(f"max_held_bytes must be at least max_bytes, got {self.max_held_bytes}, {self.max_bytes}")
 
 
 class Refused(Exception):
@@ -61,140 +76,217 @@ class Refused(Exception):
         self.status, self.reason = status, reason
 
 
+class Reader(Protocol):
+    """Makes questions of bodies. A ValueError says what is wrong; its `status` is the answer's, 400 if it has none."""
+
+    killed: int
+
+    async def open(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    async def read(self, body: bytearray, content_type: str) -> Any: ...
+
+
 class Service:
-    """`read` makes a question of bytes (ValueError: cannot be decoded), `ask` answers a batch of questions, and `show`
-    turns an answer into JSON values for a path, by name. `app` is the ASGI application."""
+    """`reader` makes a question of a body, `ask` answers a batch of questions, and `show` turns an answer into JSON
+    values for a path, by name. `app` is the ASGI application."""
 
     def __init__(
         self,
-        read: Callable[[bytes], Any],
+        reader: Reader,
         ask: Callable[[list[Any]], Sequence[Any]],
         show: dict[str, Callable[[Any], dict[str, Any]]],
         *,
         about: dict[str, Any] | None = None,
         limits: Limits = Limits(),  # noqa: B008  # frozen
     ):
-        self.read, self.show, self.limits = read, show, limits
+        self.reader, self.show, self.limits = reader, show, limits
         self.about = about or {}
         self.metrics = Metrics()
         self.ending = False
+        self.ended = False
+        """Closed, with nothing left at work."""
         self.present = 0
-        self.decoders = ThreadPoolExecutor(2, thread_name_prefix="softmoe-decode")
+        self._complete = 0  # bytes of bodies that wait to be decoded
+        self._arriving: dict[asyncio.Timeout, int] = {}  # bytes of bodies that still come
+        self._under_way: set[asyncio.Timeout] = set()
         self.batcher = Batcher(
             ask, max_batch=limits.max_batch, max_wait=limits.max_wait, max_waiting=limits.max_waiting
         )
-        routes = [Route(f"/{name}", self._answer, methods=["POST"]) for name in show]
+        # a request's name is its route's: neither its path nor its Host header, which a stranger chooses
+        routes = [Route(f"/{name}", partial(self._answer, name), methods=["POST"], name=name) for name in show]
         routes += [Route("/health", self._health), Route("/metrics", self._metrics)]
         self.app = Starlette(routes=routes, lifespan=self._life, exception_handlers={404: _plain, 405: _plain})
+        self.app.router.redirect_slashes = False  # a redirect repeats the Host header
 
     @asynccontextmanager
     async def _life(self, _: Starlette) -> AsyncIterator[None]:
+        await self.reader.open()
         yield
         self.close()
 
-    def close(self) -> None:
-        """Answer what waits and end the threads."""
-        self.ending = True
-        self.batcher.close()
-        self.decoders.shutdown()
+    @property
+    def held(self) -> int:
+        """Bytes of bodies in memory."""
+        return self._complete + sum(self._arriving.values())
 
-    async def _answer(self, request: Request) -> Response:
+    def close(self) -> None:
+        """Kill the decoders and end the model's thread, unless it is within a long batch."""
+        self.ending = True
+        self.reader.close()
+        self.ended = self.batcher.close(1.0)
+
+    def end(self) -> None:
+        """Give the requests under way a moment to be answered, before `close`."""
+        self.ending = True
+        at = asyncio.get_running_loop().time() + self.limits.ending
+        for limit in self._under_way:
+            if not limit.expired():
+                limit.reschedule(min(at, limit.when() or at))
+
+    async def _answer(self, name: str, request: Request) -> Response:
         begun = time.monotonic()
-        name = request.url.path.strip("/")
+        limit = asyncio.timeout(self.limits.timeout)
         try:
-            async with asyncio.timeout(self.limits.timeout):
+            async with limit:
+                self._under_way.add(limit)
                 reply = await self._reply(request)
             response: Response = JSONResponse(self.show[name](reply))
         except Refused as refused:
             response = _refusal(refused.status, refused.reason)
         except TimeoutError:
-            response = _refusal(503, f"no answer within {self.limits.timeout:g} seconds: too busy, try again later")
+            late = f"no answer within {self.limits.timeout:g} seconds: too busy, try again later"
+            response = _refusal(503, "the service is ending" if self.ending else late)
         except ClientDisconnect:
-            response = _refusal(400, "the connection was closed before the whole image came")
+            response = _refusal(400, "the connection was closed before the answer")
         except Exception:
             logging.getLogger("softmoe").exception("a request failed")
             response = _refusal(500, "the model failed on this request; the reason is in the service's log")
-        self.metrics.add(request.url.path, response.status_code, time.monotonic() - begun)
+        finally:
+            self._under_way.discard(limit)
+        self.metrics.add(f"/{name}", response.status_code, time.monotonic() - begun)
         return response
 
     async def _reply(self, request: Request) -> Any:
-        body = await self._body(request)
-        if self.present >= self.limits.max_waiting + self.limits.max_batch:
-            raise Refused(503, "too many requests wait: try again later")
-        self.present += 1  # from here on a request costs processor time
-        try:
-            data = image_bytes(body, request.headers.get("content-type", ""))
-            loop = asyncio.get_running_loop()
-            question = await loop.run_in_executor(self.decoders, self.read, data)
-            return await asyncio.wrap_future(self.batcher.submit(question))
-        except ValueError as error:
-            raise Refused(400, str(error)) from error
-        except Overloaded as error:
-            raise Refused(503, "too many requests wait: try again later") from error
-        except (Closed, RuntimeError) as error:
-            if not self.ending:
+        self._check_places()
+        async with self._body(request) as body:
+            self._check_places()
+            self.present += 1  # from here on a request costs processor time
+            try:
+                reading = self.reader.read(body, request.headers.get("content-type", ""))
+                question = await _while_connected(request, reading)
+            except ValueError as error:
+                self.present -= 1
+                raise Refused(getattr(error, "status", 400), str(error)) from error
+            except BaseException:
+                self.present -= 1
                 raise
-            raise Refused(503, "the service is ending") from error
+        try:
+            return await _while_connected(request, self._ask(question))
         finally:
             self.present -= 1
 
-    async def _body(self, request: Request) -> bytes:
-        """All of it, or a refusal. What is too large is read to its end (up to eight times the limit) and dropped: a
-        client that is still sending would see a broken connection instead of the answer."""
-        limit = self.limits.max_bytes
-        chunks: list[bytes] = []
-        size = 0
+    async def _ask(self, question: Any) -> Any:
         try:
-            async with asyncio.timeout(self.limits.timeout):
+            return await asyncio.wrap_future(self.batcher.submit(question))
+        except Overloaded as error:
+            raise Refused(503, "too many requests wait: try again later") from error
+        except Closed as error:
+            raise Refused(503, "the service is ending") from error
+
+    def _check_places(self) -> None:
+        if self.ending:
+            raise Refused(503, "the service is ending")
+        if self.present >= self.limits.max_waiting + self.limits.max_batch:
+            raise Refused(503, "too many requests wait: try again later")
+
+    @asynccontextmanager
+    async def _body(self, request: Request) -> AsyncIterator[bytearray]:
+        """The whole body, or a refusal. It counts as held until it is let go.
+
+        What is refused early is still read, and dropped, by the server: a client that is still sending would otherwise
+        see a broken connection instead of the answer.
+        """
+        self._check_length(request.headers)
+        body = bytearray()
+        limit = asyncio.timeout(self.limits.body_idle)
+        complete = 0
+        try:
+            async with limit:
+                self._arriving[limit] = 0
                 async for chunk in request.stream():
-                    size += len(chunk)
-                    if size <= limit:
-                        chunks.append(chunk)
-                    elif size > 8 * limit:
-                        break
-                    else:
-                        chunks.clear()
+                    self._make_room(len(chunk), limit)
+                    body += chunk
+                    limit.reschedule(asyncio.get_running_loop().time() + self.limits.body_idle)
+            complete = self._arriving.pop(limit)
+            self._complete += complete
         except TimeoutError as error:
-            raise Refused(408, f"the image did not come within {self.limits.timeout:g} seconds") from error
-        if size > limit:
-            raise Refused(413, f"the request is larger than {limit} bytes")
-        if not size:
+            idle = f"no more of the image came within {self.limits.body_idle:g} seconds"
+            raise Refused(
+                408, idle if limit in self._arriving else "the image came too slowly for a busy service"
+            ) from error
+        finally:
+            self._arriving.pop(limit, None)
+        try:
+            yield body
+        finally:
+            self._complete -= complete
+
+    def _check_length(self, headers: Headers) -> None:
+        if "transfer-encoding" in headers:
+            raise Refused(411, "send the image with a Content-Length, not in chunks")
+        length = int(headers.get("content-length", 0))
+        if not length:
             raise Refused(400, "the request is empty: send an image file as its body")
-        return b"".join(chunks)
+        if length > self.limits.max_bytes:
+            raise Refused(413, f"the request is larger than {self.limits.max_bytes} bytes")
+        if self._complete + length > self.limits.max_held_bytes:
+            raise Refused(503, "too many images wait: try again later")
+
+    def _make_room(self, size: int, limit: asyncio.Timeout) -> None:
+        """Give up the largest unfinished bodies, until `size` more bytes may be held: small ones go first."""
+        if limit not in self._arriving:
+            raise TimeoutError
+        self._arriving[limit] += size
+        while self.held > self.limits.max_held_bytes:
+            largest = max(self._arriving, key=self._arriving.__getitem__)
+            if largest is limit:
+                raise Refused(503, "too many images wait: try again later")
+            del self._arriving[largest]
+            if not largest.expired():
+                largest.reschedule(asyncio.get_running_loop().time())
 
     async def _health(self, _: Request) -> Response:
         status = "ending" if self.ending else "ok"
         return JSONResponse({"status": status, **self.about}, 503 if self.ending else 200)
 
     async def _metrics(self, _: Request) -> Response:
-        gauges = {"waiting": self.batcher.waiting, "requests_present": self.present}
-        counters = {"batches_total": self.batcher.batches, "images_total": self.batcher.images}
+        gauges = {"waiting": self.batcher.waiting, "requests_present": self.present, "held_bytes": self.held}
+        counters = {
+            "batches_total": self.batcher.batches,
+            "images_total": self.batcher.images,
+            "decoders_killed_total": self.reader.killed,
+        }
         return PlainTextResponse(self.metrics.text(gauges, counters), media_type="text/plain; version=0.0.4")
 
 
-def image_bytes(body: bytes, content_type: str) -> bytes:
-    """The body itself, or the one file in a multipart form. ValueError for a form without exactly one."""
-    if not content_type.startswith("multipart/form-data"):
-        return body
-    files: list[bytes] = []
-
-    def keep(file: Any) -> None:
-        file.file_object.seek(0)
-        files.append(file.file_object.read())
-        file.close()
-
-    headers: Any = {"Content-Type": content_type.encode(), "Content-Length": str(len(body)).encode()}
+async def _while_connected(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of `work`, which is cancelled when the client goes away."""
+    task, gone = asyncio.create_task(work), asyncio.ensure_future(request.receive())
     try:
-        python_multipart.parse_form(headers, io.BytesIO(body), lambda field: None, keep)
-    except (FormParserError, ValueError) as error:
-        raise ValueError("the multipart form cannot be read") from error
-    if len(files) != 1:
-        raise ValueError(f"the form must hold one file, it holds {len(files)}")
-    return files[0]
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
 
 
 def _refusal(status: int, reason: str) -> Response:
-    return JSONResponse({"error": reason}, status, headers={"Retry-After": "1"} if status == 503 else None)
+    headers = {503: {"Retry-After": "1"}, 408: {"Connection": "close"}, 411: {"Connection": "close"}}
+    return JSONResponse({"error": reason}, status, headers=headers.get(status))
 
 
 async def _plain(request: Request, error: Exception) -> Response:

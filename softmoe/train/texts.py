@@ -16,11 +16,11 @@ from softmoe.data import (
     Transform,
     TransformConfig,
     captions_of,
-    order,
     some_captions,
     train_tokenizer,
 )
 from softmoe.data.batch import with_draws
+from softmoe.data.order import order
 from softmoe.models import VisionTransformer
 from softmoe.storage.files import write_bytes
 from softmoe.storage.saved import TOKENIZER_FILES

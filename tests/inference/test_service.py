@@ -1,6 +1,5 @@
 """The service over real connections: answers, refusals, overload, and a clean end."""
 
-import http.client
 import io
 import json
 import os
@@ -9,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +21,11 @@ from softmoe.cli import main
 from softmoe.evaluate import predict
 
 pytest.importorskip("starlette")
-uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("uvicorn")
 
-from softmoe.inference.service import Limits, Service  # noqa: E402
+from services import ask, served
+
+from softmoe.inference.service import Limits
 
 
 def encoded(kind: str = "PNG", size=(40, 36)) -> bytes:
@@ -40,16 +40,6 @@ def bomb() -> bytes:
     out = io.BytesIO()
     Image.new("1", (20_000, 15_000)).save(out, "PNG")
     return out.getvalue()
-
-
-def ask(port: int, path: str, body: bytes | None = None, method: str | None = None, **headers: str):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-    try:
-        connection.request(method or ("GET" if body is None else "POST"), path, body, headers)
-        response = connection.getresponse()
-        return response.status, response.read()
-    finally:
-        connection.close()
 
 
 @pytest.fixture(scope="module")
@@ -137,24 +127,6 @@ def test_other_paths(running):
     assert counted['softmoe_request_seconds_bucket{le="+Inf"}'] == counted["softmoe_request_seconds_count"]
 
 
-@contextmanager
-def served(ask_model, **limits):
-    """A service with a model of one's own, in a thread."""
-    service = Service(
-        lambda data: data, ask_model, {"classify": lambda a: {"said": a.decode()}}, limits=Limits(**limits)
-    )
-    server = uvicorn.Server(uvicorn.Config(service.app, port=0, log_level="error"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            thread.join(0.01)
-        yield server.servers[0].sockets[0].getsockname()[1], service
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
 def test_overload_is_clean():
     """With all places taken, everyone else gets 503 and a sentence; those who have a place get their answers."""
     gate = threading.Event()
@@ -168,7 +140,7 @@ def test_overload_is_clean():
     refused = threading.Semaphore(0)
 
     def one(port: int) -> None:
-        answer = ask(port, "/classify", b"hello")
+        answer = ask(port, "/classify", b"b'hello'")
         with lock:
             found.append(answer)
         if answer[0] == 503:
@@ -200,7 +172,7 @@ def test_too_slow():
         return questions
 
     with served(stuck, max_batch=1, max_wait=0.0, timeout=0.2) as (port, _):
-        status, text = ask(port, "/classify", b"slow")
+        status, text = ask(port, "/classify", b"b'slow'")
         gate.set()
     assert status in (408, 503)  # 408 if this machine was too busy to bring the few bytes over in time
     assert b"within 0.2 seconds" in text
@@ -215,8 +187,8 @@ def test_a_failing_model():
         return questions
 
     with served(model, max_batch=1, max_wait=0.0, timeout=300.0) as (port, _):
-        assert ask(port, "/classify", b"fail")[0] == 500
-        assert ask(port, "/classify", b"fine")[0] == 200
+        assert ask(port, "/classify", b"b'fail'")[0] == 500
+        assert ask(port, "/classify", b"b'fine'")[0] == 200
 
 
 def test_a_port_in_use(tmp_path, capsys):
@@ -229,7 +201,9 @@ def test_a_port_in_use(tmp_path, capsys):
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("wrong", [{"max_batch": 0}, {"timeout": 0.0}, {"max_bytes": -1}, {"max_wait": -1.0}])
+@pytest.mark.parametrize(
+    "wrong", [{"max_batch": 0}, {"timeout": 0.0}, {"max_bytes": -1}, {"max_wait": -1.0}, {"max_held_bytes": 10}]
+)
 def test_limits(wrong):
     """Limits that make no sense are refused."""
     with pytest.raises(ValueError, match=next(iter(wrong))):
