@@ -80,7 +80,6 @@ def image_in(body: bytes, content_type: str) -> bytes:
         count(file)
         file.file_object.seek(0)
         files.append(file.file_object.read())
-        file.close()
 
     in_memory = {"MAX_MEMORY_FILE_SIZE": len(body) + 1}  # else large files go to disk
     try:
@@ -183,7 +182,8 @@ class Decoders:
         except (EOFError, OSError) as error:
             raise SlowImage("the image cannot be read: the process that decoded it died") from error
         finally:
-            self._release(decoder, alive=asked.done() and decoder.process.is_alive())
+            failed = not asked.done() or isinstance(asked.exception(), EOFError | OSError)
+            self._release(decoder, alive=not failed)
 
     async def _go_on_slowly(self, decoder: _Decoder, asked: asyncio.Future[bytes]) -> None:
         if self._slow >= self.count:
