@@ -17,11 +17,14 @@ class Arguments:
     to: Literal["torch-export", "onnx", "aoti"]
     """torch-export: any torch; onnx: ONNX Runtime and others; aoti: compiled for this kind of processor."""
     out: Path | None = None
-    """File to write; the model's name with .pt2 or .onnx if not given. Beside it: a .json with its classes."""
+    """File to write; the model's name with .pt2 or .onnx if not given. Beside it: the same
+    name with .json added, for its classes and crop, and preprocess.py, which reads images for it."""
     image_size: int | tuple[int, int] | None = None
     """Pixels, or HEIGHTxWIDTH; the size the model was saved with if not given. It is fixed in the file."""
     features: bool = False
     """Give the vector before the head instead of the logits."""
+    overwrite: bool = False
+    """Replace files that are there already."""
 
 
 def main(argv: list[str]) -> int:
@@ -38,7 +41,7 @@ def main(argv: list[str]) -> int:
         model.head = torch.nn.Identity()
     out = a.out or Path(Path(a.model).resolve().name + SUFFIX[a.to])
     classes = None if a.features else loaded.saved.classes
-    made = export(model, out, a.to, preprocessing=loaded.preprocessing, classes=classes)
+    made = export(model, out, a.to, preprocessing=loaded.preprocessing, classes=classes, overwrite=a.overwrite)
     print(f"{made.path}  {made.bytes / 1e6:.1f} MB")
     for batch, difference in made.differences.items():
         print(f"batch {batch}: outputs differ from the model's by {difference:.1e} of the largest")

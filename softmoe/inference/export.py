@@ -4,7 +4,6 @@ Soft MoE is the MoE that exports: static shapes, no sorting, no dropped tokens, 
 is run after it was written, at two batch sizes, and compared with the model; one that differs is not left behind.
 """
 
-import json
 import logging
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from softmoe.inference.prepare import prepare
+from softmoe.storage.files import write_json, write_text
 from softmoe.storage.saved import Preprocessing
 
 FORMATS = ("torch-export", "onnx", "aoti")
@@ -24,6 +24,12 @@ SUFFIX = {"torch-export": ".pt2", "onnx": ".onnx", "aoti": ".pt2"}
 BATCHES = (1, 3)
 TOLERANCE = 1e-3
 """Of the largest output: what a file may differ from the model. Float32 sums in another order differ by about 1e-6."""
+PREPROCESS = Path(__file__).with_name("preprocess.py")
+DECODING = (
+    "preprocess.py is the exact form: EXIF orientation applied; JPEG decoded at 1/2, 1/4 or 1/8 of its size if the "
+    "crop still has the pixels it needs; transparent pixels on white; grays of 16 bits or float scaled to 8; the crop "
+    "cut to whole pixels, then Pillow's BOX filter where a central crop shrinks, else bilinear; value * 2 / 255 - 1"
+)
 _ONNX_LIMIT = 1_500_000_000  # bytes; an ONNX file holds less than 2 GB, larger weights lie beside it
 
 
@@ -45,10 +51,12 @@ def export(
     *,
     preprocessing: Preprocessing,
     classes: Sequence[str] | None = None,
+    overwrite: bool = False,
 ) -> Exported:
     """Write `model` ((B, 3, height, width) in [-1, 1] -> (B, outputs)) with a free batch size, and check the file.
 
-    Beside it lies a .json with the size and the crop of its images and the names of its classes.
+    Beside it lie a .json of the same name with the size and the crop of its images and the names of its classes, and
+    preprocess.py, which makes inputs of image files. Files that are there already are kept, unless `overwrite`.
     """
     if to not in FORMATS:
         raise ValueError(f"the format must be one of {', '.join(FORMATS)}, got {to!r}")
@@ -57,6 +65,9 @@ def export(
         raise ValueError(f"there is no folder {target.resolve().parent} to write {target.name} into")
     if target.suffix != SUFFIX[to]:
         raise ValueError(f"a file of {to} must end in {SUFFIX[to]}, got {target.name}")
+    beside, helper = Path(f"{target}.json"), target.with_name("preprocess.py")
+    if not overwrite:
+        _check_free(target, beside, helper)
     plain = prepare(model, copy_weights=False)
     height, width = preprocessing.image_size
     draw = torch.Generator().manual_seed(0)
@@ -70,10 +81,25 @@ def export(
         for left in (target, Path(f"{target}.data")):
             left.unlink(missing_ok=True)
         raise ValueError(f"{target} was removed: its outputs differ from the model's by {worst:.1e} of the largest")
-    facts = {"format": to, "input": "images", "preprocessing": asdict(preprocessing), "classes": classes}
-    target.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")
+    facts = {
+        "format": to,
+        "input": "images",
+        "preprocessing": asdict(preprocessing) | {"decoding": DECODING},
+        "classes": classes,
+    }
+    write_json(beside, facts, indent=1)
+    write_text(helper, PREPROCESS.read_text())
     size = sum(p.stat().st_size for p in (target, Path(f"{target}.data")) if p.exists())
     return Exported(target, to, size, differences)
+
+
+def _check_free(target: Path, beside: Path, helper: Path) -> None:
+    taken = [path for path in (target, beside) if path.exists()]
+    if helper.exists() and helper.read_bytes() != PREPROCESS.read_bytes():
+        taken.append(helper)
+    if taken:
+        names = " and ".join(path.name for path in taken)
+        raise ValueError(f"{target.resolve().parent} has {names} already: write elsewhere, or add --overwrite")
 
 
 Run = Callable[[Tensor], Tensor]

@@ -4,15 +4,22 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from saved_models import NAMES, tiny
 
 from softmoe.cli import main
+from softmoe.data import to_tensor
+from softmoe.evaluate import predict
+from softmoe.evaluate.inputs import evaluation_transform
 from softmoe.inference import export as module
 from softmoe.inference.export import export
+from softmoe.inference.preprocess import load_image
 from softmoe.storage import Preprocessing, save_pretrained
 
 HERE = Preprocessing((32, 32))
@@ -37,7 +44,7 @@ def test_torch_export(name, tmp_path):
         images = torch.randn(batch, 3, 32, 32)
         with torch.no_grad():
             torch.testing.assert_close(program(images), model(images), rtol=1e-4, atol=1e-5)
-    facts = json.loads((tmp_path / "m.json").read_text())
+    facts = json.loads((tmp_path / "m.pt2.json").read_text())
     assert facts["classes"] == list(NAMES)
     assert facts["preprocessing"]["image_size"] == [32, 32]
 
@@ -75,17 +82,82 @@ def test_examples_in_the_docs(kind, name, model, tmp_path):
     if kind == "onnx":
         pytest.importorskip("onnxruntime")
         pytest.importorskip("onnxscript")
-    from PIL import Image
-
     folder, made = model
     export(made, tmp_path / name, kind, preprocessing=HERE, classes=NAMES)
-    Image.new("RGB", (40, 32), "red").save(tmp_path / "photo.jpg")
+    pixels = np.random.default_rng(0).integers(0, 256, (12, 20, 3), dtype=np.uint8)
+    Image.fromarray(pixels).resize((100, 60), Image.Resampling.BICUBIC).save(tmp_path / "photo.jpg")
     blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
     (code,) = [block for block in blocks if name in block]
     assert "softmoe" not in code
     assert len(code.splitlines()) <= 12
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.split()[0] in NAMES
+    name, probability = done.stdout.rsplit(maxsplit=1)
+    (expected,), _ = predict(folder, tmp_path / "photo.jpg")
+    assert name == expected.top[0][0]
+    assert float(probability) == pytest.approx(expected.top[0][1], abs=1e-3)
+
+
+def pictures() -> dict[str, tuple[Image.Image, dict]]:
+    """File name -> a picture and how it is saved: tall, wide, tiny and large ones in several formats and modes."""
+    draw = np.random.default_rng(0)
+
+    def smooth(width: int, height: int, mode: str = "RGB") -> Image.Image:
+        coarse = draw.integers(0, 256, (9, 13, len(mode)), dtype=np.uint8)
+        small = Image.fromarray(coarse if len(mode) > 1 else coarse[:, :, 0], mode)
+        return small.resize((width, height), Image.Resampling.BICUBIC)
+
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    gray16 = Image.fromarray(draw.integers(0, 65536, (50, 70)).astype(np.uint16))
+    return {
+        "wide.jpg": (smooth(400, 90), {"quality": 95}),
+        "tall.jpg": (smooth(77, 311), {"quality": 95}),
+        "large.jpg": (smooth(1333, 901), {"quality": 95}),
+        "turned.jpg": (smooth(300, 120), {"quality": 95, "exif": turned}),
+        "tiny.png": (smooth(21, 17), {}),
+        "wide.png": (smooth(123, 45), {}),
+        "clear.png": (smooth(90, 61, "RGBA"), {}),
+        "gray.png": (smooth(61, 90, "L"), {}),
+        "gray16.png": (gray16, {}),
+        "wide.webp": (smooth(200, 111), {"lossless": True}),
+    }
+
+
+@pytest.mark.parametrize("crop", ["central", "resize"])
+@pytest.mark.parametrize("antialias", [True, False])
+def test_preprocessing_is_that_of_predict(crop, antialias, tmp_path):
+    """preprocess.py makes the pixels of the model's transform, exactly; from JPEG within its decoders' rounding."""
+    here = Preprocessing((32, 40), crop, antialias=antialias)
+    transform = evaluation_transform(here)
+    for name, (picture, options) in pictures().items():
+        picture.save(tmp_path / name, **options)
+        ours = transform.read((tmp_path / name).read_bytes(), name)
+        exported = load_image(tmp_path / name, asdict(here))
+        assert (exported.shape, exported.dtype) == ((1, 3, 32, 40), np.float32)
+        expected = to_tensor(ours)[None].numpy()
+        np.testing.assert_allclose(exported, expected, atol=2.5 * 2 / 255 if name.endswith(".jpg") else 1e-6)
+
+
+def test_preprocess_needs_numpy_and_pillow_alone():
+    """The file that is written beside an export imports nothing else."""
+    found = re.findall(r"^\s*(?:import|from) (\w+)", module.PREPROCESS.read_text(), re.MULTILINE)
+    assert set(found) == {"math", "numpy", "PIL", "preprocess"}  # the last in its example
+
+
+def test_nothing_is_overwritten(tmp_path):
+    """Two exports into one folder keep their own facts; a file that is there is replaced only if that is asked for."""
+    for name, classes in (("a.pt2", ("x", *NAMES[1:])), ("b.pt2", ("y", *NAMES[1:]))):
+        export(tiny("vit_ti8"), tmp_path / name, "torch-export", preprocessing=HERE, classes=classes)
+    assert [json.loads((tmp_path / f"{n}.pt2.json").read_text())["classes"][0] for n in "ab"] == ["x", "y"]
+    (tmp_path / "a.pt2.json").unlink()
+    with pytest.raises(ValueError, match=r"has a\.pt2 already: .*--overwrite"):
+        export(tiny("vit_ti8"), tmp_path / "a.pt2", "torch-export", preprocessing=HERE)
+    (tmp_path / "preprocess.py").write_text("# a user's own\n")
+    with pytest.raises(ValueError, match=r"has preprocess\.py already"):
+        export(tiny("vit_ti8"), tmp_path / "c.pt2", "torch-export", preprocessing=HERE)
+    assert not (tmp_path / "c.pt2").exists()
+    export(tiny("vit_ti8"), tmp_path / "a.pt2", "torch-export", preprocessing=HERE, overwrite=True)
+    assert (tmp_path / "preprocess.py").read_bytes() == module.PREPROCESS.read_bytes()
 
 
 @pytest.mark.parametrize(
