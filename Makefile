@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 # Bytes are compiled when a module is first used: compiling all of torch takes longer than installing it.
 PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable
 
-.PHONY: install test check format lint types quickstart bench clean
+.PHONY: install test check format lint types fuzz fuzz-short quickstart bench clean
 
 install: $(INSTALLED)
 
@@ -23,7 +23,7 @@ $(INSTALLED): $(CORE)
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto
 
-check: format lint types test
+check: format lint types test fuzz-short
 
 format: install
 	$(BIN)/ruff format --check .
@@ -33,6 +33,13 @@ lint: install
 
 types: install
 	$(BIN)/pyright
+
+# Damaged and hostile inputs, two minutes of them; `make fuzz` tries 100,000 and can be stopped and started again.
+fuzz-short: install
+	OMP_NUM_THREADS=1 $(BIN)/python tools/fuzz.py --seconds 120
+
+fuzz: install
+	OMP_NUM_THREADS=1 $(BIN)/python tools/fuzz.py --inputs 100000 --seconds 14400 --resume fuzz.json
 
 quickstart: $(CORE)
 	$(BIN)/softmoe quickstart

@@ -25,8 +25,20 @@ def read_model(where: str | Path, *, device: str | torch.device = "cpu", **optio
     if not Path(where).is_file():
         raise ValueError(f"there is no file {where}")
     arrays = read_tensors(where)
-    if "patch_embed.proj.weight" in arrays:
-        return from_timm(arrays, **options).to(device)
-    if set(options) - {"image_size"}:
+    if any(not name.isprintable() or len(name) > 300 for name in arrays):
+        raise ValueError(f"{where} is damaged: it has an array whose name is no text")
+    timm = "patch_embed.proj.weight" in arrays
+    if not timm and set(options) - {"image_size"}:
         raise ValueError(f"{', '.join(options)}: files in the original ViT's naming tell all but image_size themselves")
-    return from_vit(arrays, **options).to(device)
+    try:
+        model = from_timm(arrays, **options) if timm else from_vit(arrays, **options)
+    except (ArithmeticError, IndexError, KeyError, TypeError, RuntimeError) as error:  # of sizes that no model has
+        raise ValueError(f"{where} does not hold the weights of a vision transformer: {_line(error)}") from error
+    for name, tensor in model.state_dict().items():
+        if not tensor.isfinite().all():
+            raise ValueError(f"{where} holds values of {name} that are no finite numbers")
+    return model.to(device)
+
+
+def _line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

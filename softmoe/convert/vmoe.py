@@ -12,6 +12,7 @@ import struct
 import zlib
 from collections.abc import Mapping
 from os import PathLike
+from tokenize import TokenError
 from typing import Any
 from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
@@ -85,9 +86,9 @@ def read_npz(path: str | PathLike[str]) -> dict[str, np.ndarray]:
                 arrays = {member.filename.removesuffix(".npy"): read_array(archive, member) for member in members}
         except _Damaged as error:
             raise ValueError(f"{path} is not an .npz file of plain arrays: {error}") from error
-        except (ArithmeticError, OSError, EOFError, IndexError, KeyError, TypeError) as error:
+        except (ArithmeticError, OSError, EOFError, IndexError, KeyError, MemoryError, TypeError) as error:
             raise ValueError(f"{path} is not a whole .npz file: its list of arrays is damaged") from error
-        except (BadZipFile, ValueError, RuntimeError, zlib.error, struct.error, MemoryError) as error:
+        except (BadZipFile, ValueError, RuntimeError, SyntaxError, TokenError, zlib.error, struct.error) as error:
             said = (str(error).splitlines() or ["damaged"])[0].rstrip(".")
             raise ValueError(f"{path} is not a whole .npz file of plain arrays: {said}") from error
     if len(arrays) < len(members):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from softmoe.models import ViTConfig
+from softmoe.storage.files import read_json
 from softmoe.train import TrainConfig
 
 
@@ -50,12 +51,17 @@ def load_run(folder: Path | str) -> RunRecord:
     for path in (settings, metrics):
         if not path.is_file():
             raise ValueError(f"{folder} is not the folder of a run: it has no {path.name}")
-    stored = json.loads(settings.read_text())
+    stored = read_json(settings)
     rows = []
-    for line in metrics.read_text().splitlines():
+    for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
             continue  # a run killed while it wrote its last line
-    config = TrainConfig.from_dict(stored["train"])
-    return RunRecord(folder.resolve().name, folder, config, stored["facts"]["classes"], tuple(rows))
+        if isinstance(row, dict):
+            rows.append(row)
+    try:
+        config, classes = TrainConfig.from_dict(stored["train"]), int(stored["facts"]["classes"])
+    except (AttributeError, KeyError, TypeError, OverflowError) as error:
+        raise ValueError(f"{settings} is not the config.json of a training run") from error
+    return RunRecord(folder.resolve().name, folder, config, classes, tuple(rows))
