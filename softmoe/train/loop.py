@@ -111,15 +111,18 @@ def resume(run: Run) -> None:
     stored, facts = run.folder.stored(), run.data.facts()
     found = run.store.latest()
     step = found.step if found else 0
+    changed = (
+        [] if found is None else differences(TrainConfig.from_dict(found.texts["state"]["config"]), run.config, step)
+    )
     if stored is not None:
-        changed = differences(stored[0], run.config, step)
+        changed += differences(stored[0], run.config, step)
         changed += [f"{key}: {old} -> {facts.get(key)}" for key, old in stored[1].items() if facts.get(key) != old]
-        if changed:
-            lines = "\n  ".join(changed)
-            raise ValueError(
-                f"{run.folder.path} holds a run of another configuration:\n  {lines}\n"
-                "use another run_name, or remove the folder to start again"
-            )
+    if changed:
+        lines = "\n  ".join(dict.fromkeys(changed))
+        raise ValueError(
+            f"{run.folder.path} holds a run of another configuration:\n  {lines}\n"
+            "use another run_name, or remove the folder to start again"
+        )
     run.team.wait()  # all have read the folder
     if run.team.leads:
         run.folder.begin(run.config, facts)

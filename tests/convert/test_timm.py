@@ -48,6 +48,15 @@ def test_layer_scales_and_missing_biases():
     check_equal(plain, from_timm(state, heads=2))
 
 
+@pytest.mark.parametrize("lost", ["blocks.1.attn.qkv.bias", "blocks.0.mlp.fc1.bias"])
+def test_a_bias_that_one_block_lacks(lost: str):
+    """A bias that other blocks have was lost: it is named, not taken for zero."""
+    state = timm_names(PlainViT())
+    del state[lost]
+    with pytest.raises(ValueError, match=f"{lost} is missing, which other blocks"):
+        from_timm(state, heads=2)
+
+
 def test_pixels_are_folded_into_the_patches():
     """Trained on (pixel - mean) / std: the converted model gives the same for the image in [-1, 1]."""
     plain = PlainViT(gelu="none")

@@ -147,3 +147,19 @@ def test_progress_of_the_loader_is_the_step(make_config):
     state = read_checkpoint(run.store.path(2)).texts["state"]
     assert state["data"]["next_step"] == 2
     assert state["config"] == json.loads(json.dumps(config.to_dict()))
+
+
+@pytest.mark.parametrize(("key", "value"), [("seed", 5), ("schedule.peak", 0.5)])
+def test_a_changed_config_json_is_found(make_config, key: str, value: float):
+    """A checkpoint knows its own settings: editing the run's config.json does not make others acceptable."""
+    config = make_config(steps=2)
+    train(config)
+    path = RunFolder.of(config).config
+    stored = json.loads(path.read_text())
+    table = stored["train"]
+    for part in key.split(".")[:-1]:
+        table = table[part]
+    table[key.split(".")[-1]] = value
+    path.write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match=f"{key}: .* -> {value}"):
+        train(make_config(steps=2, **{key: value}))
