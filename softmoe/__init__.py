@@ -15,17 +15,17 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from softmoe.budget import cost
-    from softmoe.convert import upcycle
     from softmoe.models import create_model, list_models
     from softmoe.moe import SoftMoE
     from softmoe.storage import from_pretrained, hub, save_pretrained
+    from softmoe.transfer import upcycle
 
 _HOME = {
     "SoftMoE": "softmoe.moe",
     "create_model": "softmoe.models",
     "list_models": "softmoe.models",
     "cost": "softmoe.budget",
-    "upcycle": "softmoe.convert",
+    "upcycle": "softmoe.transfer",
     "from_pretrained": "softmoe.storage",
     "hub": "softmoe.storage",
     "save_pretrained": "softmoe.storage",

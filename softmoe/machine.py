@@ -9,6 +9,10 @@ import tempfile
 import warnings
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 CPUINFO = Path("/proc/cpuinfo")
 
@@ -87,3 +91,22 @@ def _bfloat16_product() -> None:
     torch.set_num_threads(1)
     x = torch.ones(64, 64, dtype=torch.bfloat16)
     (x @ x).sum().item()
+
+
+def choose_device(name: str, place: int | None = None) -> "torch.device":
+    """The device that `name` (auto, cpu, cuda, cuda:1, mps) means here. ValueError where it cannot be used.
+
+    `place` counts the processes of one machine, if there are several: each takes an accelerator of its own.
+    """
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and place is not None:
+        name = f"cuda:{place}"
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    return device

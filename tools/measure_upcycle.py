@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from softmoe.convert import upcycle
-from softmoe.convert.upcycle import INITS
 from softmoe.data import Batch, Transform, evaluation_batches
 from softmoe.evaluate.inputs import Loaded, load, match_classes, open_data, random_subset
+from softmoe.transfer import upcycle
+from softmoe.transfer.upcycle import INITS
 
 
 def read(loaded: Loaded, data: str, split: str, count: int) -> Batch:

@@ -57,7 +57,7 @@ def model_verdicts(a: Arguments, run: "RunRecord | None") -> "list[Verdict]":
     from softmoe.inspection.collect import layer_results
     from softmoe.inspection.correlation import correlation_summary
     from softmoe.inspection.doctor import Verdict, examine_layers, examine_machine, examine_parameters
-    from softmoe.inspection.record import moe_layers
+    from softmoe.moe.record import moe_layers
 
     loaded = load(a.model, device=a.device)
     model = loaded.model

@@ -5,10 +5,9 @@ from pathlib import Path
 
 from softmoe import recipes
 from softmoe.cli.parse import parse_run, parse_size
-from softmoe.cli.train import finish, take
-from softmoe.train import TrainConfig, train
-from softmoe.train.describe import describe_run
-from softmoe.train.transfer import transfer_config
+from softmoe.cli.train import drive, take
+from softmoe.train import TrainConfig
+from softmoe.transfer import transfer_config
 
 USAGE = """usage: softmoe finetune MODEL DATA [--image-size 384] [--dry-run] [--section.key value ...]
 
@@ -25,11 +24,7 @@ def main(argv: list[str]) -> int:
         return 0 if argv else 2
     if len(argv) < 2 or argv[1].startswith("-"):
         raise ValueError("give a model and data: softmoe finetune MODEL DATA")
-    config, dry_run = parse(argv[0], argv[1], argv[2:])
-    if dry_run:
-        print(describe_run(config))
-        return 0
-    return finish(train(config))
+    return drive(*parse(argv[0], argv[1], argv[2:]))
 
 
 def parse(model: str, data: str, argv: list[str]) -> tuple[TrainConfig, bool]:

@@ -27,6 +27,9 @@ def main(argv: list[str]) -> int:
     if not a.runs:
         raise ValueError("give the folders of runs: softmoe report RUNS...")
     records = [load_run(folder) for folder in a.runs]
+    for record in records:
+        if record.damaged:
+            print(f"{record.folder}: {record.damaged} damaged lines of metrics.jsonl are left out")
     print(table_text(summary_table(records)))
     print(write_report(records, a.output or a.runs[0] / "report.html", title=a.title))
     return 0

@@ -30,7 +30,8 @@ def main(argv: list[str]) -> int:
     if a.greedy != (a.data is not None):
         raise ValueError("--greedy and --data belong together: a greedy soup is chosen by its accuracy on data")
 
-    from softmoe.train.soup import greedy_soup, soup
+    from softmoe.machine import choose_device
+    from softmoe.transfer import greedy_soup, soup
 
     if not a.greedy:
         print(f"averaged {len(soup(a.models, a.out).kept)} models into {a.out}")
@@ -55,9 +56,3 @@ def accuracy(a: Arguments):
     source, _ = match_classes(source, first.classes, first.config.num_classes or 0)
     transform = evaluation_transform(first.preprocessing)
     return lambda model: classification(model, evaluation_batches(source, transform, a.batch_size))["top1"]
-
-
-def choose_device(name: str) -> str:
-    import torch
-
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name

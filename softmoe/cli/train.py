@@ -10,11 +10,10 @@ import tyro
 from softmoe import recipes
 from softmoe.cli.parse import parse_run
 from softmoe.data import WorkerDied
-from softmoe.train import Result, TrainConfig, branch, train
-from softmoe.train.branch import plan_branch
-from softmoe.train.describe import describe_run
-from softmoe.train.folder import RunFolder
-from softmoe.train.transfer import export, locked_config
+from softmoe.train import Result, TrainConfig, train
+from softmoe.train.folder import RunFolder, write_model
+from softmoe.train.preview import preview
+from softmoe.transfer import branch, locked_config, plan_branch
 
 USAGE = """usage: softmoe train RECIPE [--dry-run] [--section.key value ...]
 
@@ -46,9 +45,13 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE.format(names=", ".join(recipes.names())))
         return 0 if argv else 2
-    config, dry_run = parse(argv[0], argv[1:])
+    return drive(*parse(argv[0], argv[1:]))
+
+
+def drive(config: TrainConfig, dry_run: bool) -> int:
+    """Train to the end and finish: the one driver of `train` and `finetune`, in each process of a run."""
     if dry_run:
-        print(describe_run(config))
+        print(preview(config))
         return 0
     try:
         result = train_locked(config) if config.model.locked else train(config)
@@ -104,13 +107,24 @@ def finish(result: Result) -> int:
         print(f"stopped by {name} after step {result.step}; to continue: softmoe train {folder.path}")
         return exit_code(result)
     rows = {name: f"{value:.4f}" for name, value in result.numbers.items()}
-    rows |= {"model": str(export(folder).folder), "metrics": str(folder.metrics)}
+    rows |= {"model": str(write_model(folder).folder), "metrics": str(folder.metrics)}
     if folder.evaluation.exists():
         rows["evaluation"] = str(folder.evaluation)
+    rows["report"] = report_page(folder.path)
     width = max(map(len, rows)) + 2
     for name, value in rows.items():
         print(f"{name:<{width}}{value}")
     return 0
+
+
+def report_page(run: Path) -> str:
+    """Write the page of a run. Returns where it is, or why there is none: the run itself has succeeded."""
+    from softmoe.report import load_run, write_report
+
+    try:
+        return str(write_report([load_run(run)], run / "report.html"))
+    except Exception as error:
+        return f"none, {type(error).__name__}: {error}"
 
 
 def take(argv: list[str], flag: str) -> tuple[str | None, list[str]]:

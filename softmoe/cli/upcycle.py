@@ -51,9 +51,9 @@ def main(argv: list[str]) -> int:
 
     import torch
 
-    from softmoe.convert import upcycle
     from softmoe.convert.files import read_model
     from softmoe.storage import save_pretrained
+    from softmoe.transfer import upcycle
 
     torch.manual_seed(a.seed)
     foreign = {name: getattr(a, name) for name in ("heads", "image_size", "activation", "mean", "std")}

@@ -4,13 +4,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from softmoe.convert.timm import from_timm, read_tensors
 from softmoe.convert.vit import from_vit
-from softmoe.models import VisionTransformer
+from softmoe.models import VisionTransformer, ViTConfig
+from softmoe.models.embed import LearnedPositions
 from softmoe.storage import from_pretrained
 
 SUFFIXES = (".npz", ".safetensors")
+_FUNCTION = ("patch_size", "width", "depth", "mlp_dim", "heads", "pool", "positions", "qk_norm", "activation")
+_ROUTING = ("router", "num_experts", "slots_per_expert", "normalize")
 
 
 def read_model(where: str | Path, *, device: str | torch.device = "cpu", **options: Any) -> VisionTransformer:
@@ -42,3 +46,43 @@ def read_model(where: str | Path, *, device: str | torch.device = "cpu", **optio
 
 def _line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+@torch.no_grad()
+def starting_weights(model: VisionTransformer, weights: str | Path, *, new_head: bool = True) -> dict[str, Tensor]:
+    """The state of `model` with the weights of a saved one, whose positions are resampled to the model's grid. Both
+    must be of the same shape but for image size and classes."""
+    source = read_model(weights)
+    check_same_function(source.config, model.config, str(weights))
+    state, mine = dict(source.state_dict()), model.state_dict()
+    if isinstance(model.positions, LearnedPositions):
+        assert isinstance(source.positions, LearnedPositions)
+        state["positions.table"] = source.positions(model.positions.grid)
+    if new_head:
+        state = {name: value for name, value in state.items() if not name.startswith("head.")}
+        state |= {name: value for name, value in mine.items() if name.startswith("head.")}
+    elif source.config.num_classes != model.config.num_classes:
+        raise ValueError(
+            f"the head of {weights} has {source.config.num_classes or 'no'} classes, the data has "
+            f"{model.config.num_classes or 'none'}: start with a new head (model.new_head)"
+        )
+    return state
+
+
+def check_same_function(old: ViTConfig, new: ViTConfig, name: str) -> None:
+    """ValueError that names every difference."""
+    before, after = weight_facts(old), weight_facts(new)
+    differences = [
+        f"{key} {before.get(key)} and {after.get(key)}" for key in before | after if before.get(key) != after.get(key)
+    ]
+    if differences:
+        raise ValueError(f"the weights in {name} are of another model than this run's: {'; '.join(differences)}")
+
+
+def weight_facts(config: ViTConfig) -> dict[str, Any]:
+    """The settings that the names and shapes of the weights, and their meaning, depend on."""
+    facts = {key: getattr(config, key) for key in (*_FUNCTION, "representation_size")}
+    if config.moe is not None:
+        facts |= {key: value for key, value in config.moe.to_dict().items() if key in _ROUTING}
+        facts["blocks"] = config.moe_blocks
+    return facts

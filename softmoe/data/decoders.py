@@ -99,7 +99,7 @@ class _Decoder:
 
     def __init__(self, read: Read, seconds: float):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["softmoe.deaf", "softmoe.data.decoders", "python_multipart"])
+        context.set_forkserver_preload(["softmoe.ignore_sigint", "softmoe.data.decoders", "python_multipart"])
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_work, args=(theirs, read, seconds), daemon=True)
         self.process.start()

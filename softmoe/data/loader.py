@@ -112,7 +112,7 @@ def _check_workers(workers: int, prefetch: int) -> None:
         raise ValueError(f"workers must be at least 0 and prefetch at least 1, not {workers} and {prefetch}.")
 
 
-class _Caught:
+class ErrorAsValue:
     """Runs in a worker: an error travels as a value, so that it arrives as it was and not inside a foreign
     traceback."""
 
@@ -143,7 +143,7 @@ def _made(
         yield from (maker[step] for step in steps)
         return
     made: Iterable[Any] = DataLoader(
-        _Caught(maker),  # pyright: ignore[reportArgumentType]  # has what a map-style data set needs: __getitem__
+        ErrorAsValue(maker),  # pyright: ignore[reportArgumentType]  # has what a map-style data set needs: __getitem__
         batch_size=None,
         sampler=_Steps(steps),
         num_workers=workers,
@@ -162,10 +162,10 @@ def _made(
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
-        raise WorkerDied(_obituary(_first_line(error), workers, prefetch, started)) from error
+        raise WorkerDied(worker_died_message(_first_line(error), workers, prefetch, started)) from error
 
 
-def _obituary(reason: str, workers: int, prefetch: int, started: bool) -> str:
+def worker_died_message(reason: str, workers: int, prefetch: int, started: bool) -> str:
     advice = f"use fewer workers than {workers} or a smaller prefetch than {prefetch}"
     if not started:  # the other common cause shows at once
         advice += ', and see that a script of your own starts its work under `if __name__ == "__main__":`'
@@ -208,7 +208,7 @@ def _context() -> Any:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["softmoe.deaf", "softmoe.data.loader"])  # torch is imported once
+    context.set_forkserver_preload(["softmoe.ignore_sigint", "softmoe.data.loader"])  # torch is imported once
     return context
 
 

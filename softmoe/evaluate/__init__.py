@@ -2,7 +2,7 @@
 zero-shot, retrieval, search."""
 
 from softmoe.evaluate.api import Evaluate, FewShot, Predict, evaluate, fewshot, predict
-from softmoe.evaluate.classify import Totals, classification, count
+from softmoe.evaluate.classify import classification, count
 from softmoe.evaluate.features import Features, extract
 from softmoe.evaluate.fewshot import FewShotResult, few_shot
 from softmoe.evaluate.inputs import Loaded, evaluation_transform, find_images, load, open_data
@@ -11,6 +11,7 @@ from softmoe.evaluate.retrieval import Retrieve, retrieve
 from softmoe.evaluate.search import Search, search
 from softmoe.evaluate.towers import Towers, load_towers
 from softmoe.evaluate.zeroshot import ZeroShot, zeroshot
+from softmoe.models.classification import Totals
 
 __all__ = [
     "Evaluate",

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from softmoe.data import Batch, Source, evaluation_batches
-from softmoe.evaluate.classify import Beside, Loss, count, outputs_of
+from softmoe.evaluate.classify import Beside, count, outputs_of
 from softmoe.evaluate.command import Names, OverFeatures, OverImages, as_list, function
 from softmoe.evaluate.features import Features, Progress, extract
 from softmoe.evaluate.fewshot import SHOTS, Protocol, few_shot
@@ -24,6 +24,7 @@ from softmoe.evaluate.knn import nearest_neighbors
 from softmoe.evaluate.linear_probe import linear_probe
 from softmoe.evaluate.prediction import Prediction, Unreadable, predict_files
 from softmoe.inference import Storage
+from softmoe.models.classification import Loss
 
 
 @dataclass(frozen=True)

@@ -1,125 +1,16 @@
 """Accuracy, loss and calibration of a classifier, counted exactly, batch by batch.
 
 Letters: B images, C classes.
-
-Everything is a sum over images: batches may be of any sizes, and the sums of several processes add up. With several
-labels per image (ReaL, JFT) a prediction is right if it is one of them; images without a label are left out.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from softmoe.data import Batch
+from softmoe.models.classification import Loss, Totals
 from softmoe.models.modes import evaluating
-
-Loss = Literal["softmax", "sigmoid"]
-BINS = 15
-"""Of calibration: equal steps of confidence, as is usual."""
-
-
-@dataclass
-class Totals:
-    """Sums over images. Add batches, then `reduce` over processes, then read `numbers`."""
-
-    classes: int
-    loss: Loss = "softmax"
-    sums: Tensor = field(init=False)
-    """images, right at the first, right among five, loss, images without label."""
-    by_class: Tensor = field(init=False)
-    """(3, C): images with this label, of these right at the first, predictions of this class."""
-    by_bin: Tensor = field(init=False)
-    """(3, BINS): images with this confidence, sum of the confidences, right predictions."""
-
-    def __post_init__(self) -> None:
-        self.sums = torch.zeros(5, dtype=torch.float64)
-        self.by_class = torch.zeros(3, self.classes, dtype=torch.float64)
-        self.by_bin = torch.zeros(3, BINS, dtype=torch.float64)
-
-    def add(self, logits_BC: Tensor, labels: Tensor) -> None:
-        """Labels are (B,) class numbers or (B, C) with 1 where a class applies."""
-        logits_BC = logits_BC.to(device="cpu", dtype=torch.promote_types(logits_BC.dtype, torch.float32))
-        if not logits_BC.isfinite().all():
-            raise ValueError("the model's outputs are not finite numbers: its weights are damaged or training diverged")
-        targets_BC = one_hot(labels.to("cpu"), self.classes)
-        labeled_B = targets_BC.sum(1) > 0
-        self.sums[4] += len(labeled_B) - labeled_B.sum()
-        if not labeled_B.all():
-            logits_BC, targets_BC = logits_BC[labeled_B], targets_BC[labeled_B]
-        if not len(logits_BC):
-            return
-        order_BK = logits_BC.topk(min(5, self.classes)).indices
-        right_BK = targets_BC.gather(1, order_BK) > 0
-        predicted_B, right_B = order_BK[:, 0], right_BK[:, 0].double()
-        losses_B = cross_entropy(logits_BC, targets_BC, self.loss).double()
-        found = (torch.tensor(float(len(right_B))), right_B.sum(), right_BK.any(1).sum(), losses_B.sum())
-        self.sums[:4] += torch.stack([value.double() for value in found])
-        self.by_class[0] += targets_BC.double().sum(0)
-        self.by_class[1].scatter_add_(0, predicted_B, right_B)
-        self.by_class[2].scatter_add_(0, predicted_B, torch.ones_like(right_B))
-        self._add_confidence(logits_BC, right_B)
-
-    def _add_confidence(self, logits_BC: Tensor, right_B: Tensor) -> None:
-        shares_BC = logits_BC.softmax(1) if self.loss == "softmax" else logits_BC.sigmoid()
-        confidence_B = shares_BC.amax(1).double()
-        bin_B = (confidence_B * BINS).long().clamp(max=BINS - 1)
-        for row, values_B in zip(self.by_bin, (torch.ones_like(right_B), confidence_B, right_B), strict=True):
-            row.scatter_add_(0, bin_B, values_B)
-
-    def reduce(self, total: Callable[[Tensor], Tensor]) -> None:
-        """Add up over processes: `total` gets one float64 vector and returns its sum over all of them."""
-        parts = (self.sums, self.by_class, self.by_bin)
-        together = total(torch.cat([part.flatten() for part in parts]))
-        pieces = together.split([part.numel() for part in parts])
-        self.sums, self.by_class, self.by_bin = (
-            piece.reshape(part.shape) for piece, part in zip(pieces, parts, strict=True)
-        )
-
-    @property
-    def images(self) -> int:
-        return int(self.sums[0])
-
-    @property
-    def unlabeled(self) -> int:
-        return int(self.sums[4])
-
-    def numbers(self) -> dict[str, float]:
-        """top1, top5, loss, mean accuracy over classes, expected calibration error and mean confidence."""
-        if not self.images:
-            raise ValueError("there is nothing to evaluate on: no image could be read, or none has a label")
-        top1, top5, loss = (self.sums[1:4] / self.sums[0]).tolist()
-        present = self.by_class[0] > 0
-        per_class = (self.by_class[1] / self.by_class[0])[present].mean().item()
-        count, confidence, right = self.by_bin
-        return {
-            "top1": top1,
-            "top5": top5,
-            "loss": loss,
-            "class_mean": per_class,
-            "calibration_error": ((confidence - right).abs().sum() / count.sum()).item(),
-            "confidence": (confidence.sum() / count.sum()).item(),
-        }
-
-    def class_table(self, names: Iterable[str]) -> list[dict[str, Any]]:
-        """One row per class: images with it, those right at the first (recall), and the predictions of it."""
-        rows = zip(names, *self.by_class.long().tolist(), strict=True)
-        return [
-            {"class": name, "images": images, "right": right, "predicted": predicted}
-            for name, images, right, predicted in rows
-        ]
-
-    def calibration_table(self) -> list[dict[str, float]]:
-        """One row per bin of confidence that holds images."""
-        rows = zip(*self.by_bin.tolist(), strict=True)
-        return [
-            {"from": i / BINS, "to": (i + 1) / BINS, "images": int(n), "confidence": c / n, "accuracy": right / n}
-            for i, (n, c, right) in enumerate(rows)
-            if n
-        ]
 
 
 class Beside(nn.Module):
@@ -178,21 +69,3 @@ def outputs_of(model: nn.Module) -> int:
     if classes is None:
         raise ValueError("this model has no classification head: fine-tune it, or use `softmoe fewshot`")
     return int(classes)
-
-
-def cross_entropy(logits_BC: Tensor, targets_BC: Tensor, loss: Loss) -> Tensor:
-    """(B,), as in training: softmax, or a sum of yes-no questions."""
-    if loss == "softmax":
-        return -(targets_BC * logits_BC.log_softmax(1)).sum(1)
-    return F.binary_cross_entropy_with_logits(logits_BC, targets_BC.to(logits_BC.dtype), reduction="none").sum(1)
-
-
-def one_hot(labels: Tensor, classes: int) -> Tensor:
-    if labels.ndim == 2:
-        if labels.shape[1] != classes:
-            raise ValueError(f"the data has {labels.shape[1]} classes, but the model has {classes} outputs")
-        return labels.float()
-    if len(labels) and (labels.min() < 0 or labels.max() >= classes):
-        wrong = int(labels.min()) if labels.min() < 0 else int(labels.max())
-        raise ValueError(f"the data has the label {wrong}, but the model has the classes 0 to {classes - 1}")
-    return F.one_hot(labels.long(), classes).float()

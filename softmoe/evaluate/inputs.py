@@ -16,6 +16,7 @@ from softmoe.data.decode import decode, read_image_file
 from softmoe.data.folder import IMAGE_SUFFIXES
 from softmoe.data.source import MinSide, fingerprint
 from softmoe.inference import Storage, open_mapped, prepare
+from softmoe.machine import choose_device
 from softmoe.models import VisionTransformer
 from softmoe.storage import Preprocessing, SavedModel, load_saved, open_saved
 from softmoe.storage.files import read_json
@@ -63,14 +64,10 @@ def load(
     if weights is None:
         return Loaded(load_saved(saved, place), saved, p)
     if weights == "mapped":
-        if place != "cpu":
+        if place.type != "cpu":
             raise ValueError(f"mapped weights are used where they lie, on the CPU, not on {place}")
         return Loaded(open_mapped(saved.folder), saved, p)
     return Loaded(prepare(load_saved(saved, place, dtype=torch.float32), weights), saved, p)
-
-
-def choose_device(name: str) -> str:
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
 
 
 def preprocessing_at(saved: SavedModel, image_size: int | tuple[int, int] | None) -> Preprocessing:

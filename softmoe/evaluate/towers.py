@@ -14,7 +14,8 @@ from torch import Tensor
 
 from softmoe.data import Source, Tokenizer, Transform
 from softmoe.evaluate.features import Features, extract
-from softmoe.evaluate.inputs import choose_device, evaluation_transform, open_model, preprocessing_at
+from softmoe.evaluate.inputs import evaluation_transform, open_model, preprocessing_at
+from softmoe.machine import choose_device
 from softmoe.models import TwoTower
 from softmoe.models.modes import evaluating
 from softmoe.storage import Preprocessing, SavedModel, load_two_tower

@@ -2,6 +2,6 @@
 
 from softmoe.inspection.collect import Inspection, layer_results
 from softmoe.inspection.correlation import correlation_summary, slot_correlation
-from softmoe.inspection.record import Recording, record
+from softmoe.moe.record import Recording, record
 
 __all__ = ["Inspection", "Recording", "correlation_summary", "layer_results", "record", "slot_correlation"]

@@ -14,10 +14,10 @@ from softmoe.data import BrokenImage, Example, Source, Transform, evaluation_bat
 from softmoe.inspection import plots
 from softmoe.inspection.collect import Inspection, layer_results
 from softmoe.inspection.page import write_page
-from softmoe.inspection.record import moe_layers
 from softmoe.inspection.samples import Sample, evenly, take_weights
 from softmoe.models import VisionTransformer
 from softmoe.models.modes import evaluating
+from softmoe.moe.record import moe_layers
 
 
 def inspect_source(

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from softmoe.inspection.record import record
 from softmoe.moe import DenseRouting, Routing, SparseRouting
+from softmoe.moe.record import record
 
 TOLERANCE = 1e-4  # how well one table must serve both kinds of weights
 FINEST = 255

@@ -1,6 +1,6 @@
 """Compute numbers about the whole job: the true norm of a sharded gradient, means over ranks."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -60,14 +60,16 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
     return sum_over_ranks(torch.stack(squares).sum()).sqrt()
 
 
-def clip_by_global_norm(gradients: Iterable[Tensor], max_norm: float | None) -> Tensor:
+def clip_by_global_norm(
+    gradients: Iterable[Tensor], max_norm: float | None, norm: Callable[[list[Tensor]], Tensor] = global_norm
+) -> Tensor:
     """Scale all gradients so that their joint norm is at most `max_norm`, with no epsilon; returns the norm before."""
     gradients = list(gradients)
-    norm = global_norm(gradients)
-    if max_norm is not None:
+    found = norm(gradients)
+    if max_norm is not None and found > max_norm:
         parts = [local(gradient) for gradient in gradients]
-        torch._foreach_mul_(parts, (max_norm / norm).clamp(max=1.0))  # pyright: ignore[reportPrivateImportUsage]
-    return norm
+        torch._foreach_mul_(parts, (max_norm / found).clamp(max=1.0))  # pyright: ignore[reportPrivateImportUsage]
+    return found
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """Read what a training run left behind: settings and metrics."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from softmoe.models import ViTConfig
 from softmoe.storage.files import read_json
 from softmoe.train import TrainConfig
+from softmoe.train.log import scan_metrics
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,8 @@ class RunRecord:
     config: TrainConfig
     classes: int
     rows: tuple[dict[str, Any], ...]
+    damaged: int = 0
+    """Lines of metrics.jsonl that cannot be read."""
 
     @property
     def model(self) -> ViTConfig:
@@ -52,16 +54,9 @@ def load_run(folder: Path | str) -> RunRecord:
         if not path.is_file():
             raise ValueError(f"{folder} is not the folder of a run: it has no {path.name}")
     stored = read_json(settings)
-    rows = []
-    for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue  # a run killed while it wrote its last line
-        if isinstance(row, dict):
-            rows.append(row)
+    rows, damaged = scan_metrics(metrics)
     try:
         config, classes = TrainConfig.from_dict(stored["train"]), int(stored["facts"]["classes"])
     except (AttributeError, KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"{settings} is not the config.json of a training run") from error
-    return RunRecord(folder.resolve().name, folder, config, classes, tuple(rows))
+    return RunRecord(folder.resolve().name, folder, config, classes, tuple(rows), damaged)

@@ -46,7 +46,7 @@ def measured_rate(store: Store, lab: Lab, cells: list) -> float | None:
 def assumed() -> float:
     import torch
 
-    from softmoe.train.peak import peak_flops
+    from softmoe.train.log import peak_flops
 
     return SHARE * peak_flops(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 

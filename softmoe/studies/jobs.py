@@ -22,9 +22,10 @@ from softmoe.budget import Cost, cost, training_flops
 from softmoe.data import open_source
 from softmoe.models import TwoTowerConfig, ViTConfig
 from softmoe.storage.strict import flatten
-from softmoe.train import ModelSection, TrainConfig, branch, train
+from softmoe.train import ModelSection, TrainConfig, train
 from softmoe.train.folder import FREE, RunFolder, matches
-from softmoe.train.metrics import read_metrics
+from softmoe.train.log import read_metrics
+from softmoe.transfer import branch
 
 COUNTS = ("data.val", "data.val_split", "evaluation.examples", "checkpoint.keep_every")
 """Free to change in a run, but not in a result: what it is judged by, and what can be branched from it."""

@@ -11,7 +11,7 @@ from softmoe.report import RunRecord, load_run, write_report
 from softmoe.report.curves import comparison, save_png
 from softmoe.storage import from_pretrained
 from softmoe.train import TrainConfig, train
-from softmoe.train.transfer import export
+from softmoe.train.folder import write_model
 
 TITLE = "A small Soft MoE and its dense twin"
 
@@ -35,7 +35,7 @@ def run_quickstart(runs: Path, *, seed: int = 0, tiny: bool = False) -> Quicksta
         result = train(config)
         if result.signal is not None:
             return Quickstart([])
-        export(result.folder)
+        write_model(result.folder)
         if not records:
             inside = look_inside(config, result.folder.path, images=4 if tiny else 256)
         records.append(load_run(result.folder.path))

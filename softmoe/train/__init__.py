@@ -1,6 +1,5 @@
 """One loop from images to a trained model, and nothing lost."""
 
-from softmoe.train.branch import branch
 from softmoe.train.config import (
     CheckpointSection,
     DataSection,
@@ -31,6 +30,5 @@ __all__ = [
     "ScheduleSection",
     "TextSection",
     "TrainConfig",
-    "branch",
     "train",
 ]

@@ -1,41 +1,40 @@
-"""The default evaluators: accuracy and loss on validation batches. Any function of the same form can stand beside
-them."""
+"""Evaluators, which turn a model and validation batches into named numbers, and how many processes share one.
 
-from collections.abc import Callable, Iterable
+The defaults are accuracy and loss of classes, and of captions. Any function of the same form can stand beside them.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from softmoe.data import Batch
 from softmoe.models import Embeddings
-from softmoe.train.contrastive import Contrastive, contrastive_loss
-from softmoe.train.objectives import class_weights, sigmoid_cross_entropy, softmax_cross_entropy
+from softmoe.models.classification import Loss, Totals
+from softmoe.train.data import Data
+from softmoe.train.distributed import Team
+from softmoe.train.objectives import Contrastive, contrastive_loss
 
 Evaluator = Callable[[nn.Module, Iterable[Batch]], dict[str, float]]
 """A model in evaluation mode and batches (on any device) -> named numbers. No state."""
 
 
 @torch.no_grad()
-def classify(model: nn.Module, batches: Iterable[Batch], loss: str = "softmax") -> dict[str, float]:
+def classify(model: nn.Module, batches: Iterable[Batch], loss: Loss = "softmax") -> dict[str, float]:
     """top1, top5 and mean loss. With several labels per image a prediction counts if it is one of them."""
     device = next(model.parameters()).device
-    loss_function = {"softmax": softmax_cross_entropy, "sigmoid": sigmoid_cross_entropy}[loss]
-    sums = {"top1": 0.0, "top5": 0.0, "loss": 0.0}
-    images = 0
+    totals: Totals | None = None
     for batch in batches:
-        if not len(batch.images):
-            continue
-        logits_BC = model(batch.images.to(device))
-        targets_BC = class_weights(batch.labels.to(device), logits_BC.shape[-1])
-        best_BK = logits_BC.topk(min(5, logits_BC.shape[-1]), dim=-1).indices
-        right_BK = targets_BC.gather(-1, best_BK) > 0
-        sums["top1"] += float(right_BK[:, 0].sum())
-        sums["top5"] += float(right_BK.any(-1).sum())
-        sums["loss"] += float(loss_function(logits_BC, targets_BC).sum())
-        images += len(batch.images)
-    if not images:
+        if len(batch.images):
+            logits_BC = model(batch.images.to(device))
+            totals = totals or Totals(logits_BC.shape[-1], loss)
+            totals.add(logits_BC, batch.labels)
+    if totals is None:
         raise ValueError("there is nothing to evaluate on: the validation data has no readable image")
-    return {name: value / images for name, value in sums.items()}
+    numbers = totals.numbers()
+    return {name: numbers[name] for name in ("top1", "top5", "loss")}
 
 
 def match_pairs(model: nn.Module, batches: Iterable[Batch], objective: Contrastive) -> dict[str, float]:
@@ -62,3 +61,67 @@ def match_pairs(model: nn.Module, batches: Iterable[Batch], objective: Contrasti
     if not pairs:
         raise ValueError("there is nothing to evaluate on: the validation data has no readable image with a caption")
     return {name: value / pairs for name, value in sums.items()}
+
+
+def evaluate_share(evaluator: Evaluator, model: nn.Module, data: Data, team: Team) -> dict[str, float]:
+    """The evaluator's numbers, of all validation images. On many ranks each evaluates its share, and the numbers are
+    the means of the ranks', weighted by images: exact for everything that is a mean over images."""
+    if team.world == 1:
+        return evaluator(model, data.validation())
+    fixed = FixedBatchModel(model, data.eval_share)
+    batches = CountedBatches(data.validation())
+    first = next((batch for batch in batches if len(batch.images)), None)
+    found = {} if first is None else evaluator(fixed, itertools.chain([first], batches))
+    for _ in batches:  # what the evaluator left
+        pass
+    nothing = no_inputs(data, next(model.parameters()).device)
+    while fixed.passes < batches.count:  # a rank without images still does its part in the others' passes
+        fixed(*nothing)
+    shares = team.gather((found, batches.images))
+    images = sum(count for _, count in shares)
+    if not images:
+        raise ValueError("there is nothing to evaluate on: the validation data has no readable image")
+    names = next(numbers for numbers, _ in shares if numbers)
+    return {name: sum(numbers.get(name, 0.0) * count for numbers, count in shares) / images for name in names}
+
+
+class FixedBatchModel(nn.Module):
+    """The model, given the same number of images in every pass: on all ranks the experts see equal slots."""
+
+    def __init__(self, model: nn.Module, rows: int):
+        super().__init__()
+        self.model, self.rows, self.passes = model, rows, 0
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """Images, and for two towers tokens."""
+        self.passes += 1
+        rows = inputs[0].shape[0]
+        found = self.model(*(torch.cat([x, x.new_zeros(self.rows - rows, *x.shape[1:])]) for x in inputs))
+        if isinstance(found, Embeddings):
+            return found._replace(image=found.image[:rows], text=found.text[:rows])  # pyright: ignore[reportOptionalSubscript]
+        return found[:rows]
+
+
+def no_inputs(data: Data, device: torch.device) -> tuple[Tensor, ...]:
+    """What a model is given, of no images."""
+    images = torch.zeros(0, 3, *data.config.data.transform.size, device=device)
+    if data.tokenizer is None:
+        return (images,)
+    return images, torch.zeros(0, data.config.text.length, dtype=torch.int64, device=device)
+
+
+class CountedBatches:
+    """Batches, and how many of them and of their images went by."""
+
+    def __init__(self, batches: Iterable[Batch]):
+        self.count = self.images = 0
+        self._batches = iter(batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = next(self._batches)
+        self.count += 1
+        self.images += len(batch.images)
+        return batch

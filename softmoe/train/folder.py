@@ -6,12 +6,22 @@ rate already used stays what it was.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from softmoe.data import open_source
+from softmoe.storage import (
+    Preprocessing,
+    SavedModel,
+    load_saved,
+    load_two_tower,
+    open_saved,
+    save_pretrained,
+)
 from softmoe.storage.files import read_json, write_json
+from softmoe.storage.saved import parse_architecture, split_architecture, tokenizer_of_run
 from softmoe.storage.strict import flatten
 from softmoe.train.config import TrainConfig
 from softmoe.train.schedule import make_schedule
@@ -101,3 +111,45 @@ def same_past(old: TrainConfig, new: TrainConfig, done: int) -> bool:
         return False
     was, will = make_schedule(old.schedule, old.steps), make_schedule(new.schedule, new.steps)
     return all(was(step) == will(step) for step in range(done))
+
+
+def write_model(run: RunFolder) -> SavedModel:
+    """Write the best (else the last) checkpoint of a run as a saved model with its class names, in the run's folder."""
+    stored = run.stored()
+    if stored is None:
+        raise ValueError(f"{run.path} is not the folder of a run")
+    link = next((run.checkpoints / name for name in ("best", "last") if (run.checkpoints / name).exists()), None)
+    if link is None:
+        raise ValueError(f"{run.path} has no checkpoint yet")
+    config = stored[0]
+    classes = open_source(config.data.train, config.data.train_split).classes
+    if (link / "model").is_dir():
+        return join_parts(link, config, classes, run.path / "model")
+    checkpoint = open_saved(link)
+    named = classes if len(classes) == checkpoint.config.num_classes else None
+    made = checkpoint.provenance | ({"weights": config.model.weights} if config.model.weights else {})
+    return save_pretrained(
+        load_saved(checkpoint) if checkpoint.towers is None else load_two_tower(checkpoint),
+        run.path / "model",
+        preprocessing=checkpoint.preprocessing,
+        classes=named,
+        provenance=made,
+        tokenizer=checkpoint.tokenizer,
+    )
+
+
+def join_parts(checkpoint: Path, config: TrainConfig, classes: Sequence[str], folder: Path) -> SavedModel:
+    """Write a checkpoint of many processes as a saved model: their parts are put together one tensor at a time."""
+    from softmoe.storage.shards import save_parts
+
+    shape, towers = split_architecture(parse_architecture(read_json(checkpoint / "config.json")))
+    made = {"run": config.run_name, "step": read_json(checkpoint / "manifest.json")["step"]}
+    return save_parts(
+        checkpoint / ("ema" if (checkpoint / "ema").is_dir() else "model"),  # the average was evaluated
+        towers or shape,
+        folder,
+        tokenizer=towers and tokenizer_of_run(checkpoint.parent.parent, config.text.lower),
+        preprocessing=Preprocessing.of(config.data.transform),
+        classes=classes if len(classes) == shape.num_classes else None,
+        provenance=made | {"recipe_data": config.data.train},
+    )

@@ -46,8 +46,8 @@ def mean_cosine(vectors_DS: Tensor) -> Tensor:
 
 
 def model_health(routers: Mapping[str, Router], routings: Mapping[str, Routing]) -> dict[str, dict[str, float]]:
-    """{layer: numbers}, where a layer is the path of its router without the last word."""
-    return {name.removesuffix(".router"): router_health(routers[name], routing) for name, routing in routings.items()}
+    """{layer: numbers}, by the layers' names."""
+    return {name: router_health(routers[name], routing) for name, routing in routings.items()}
 
 
 class HealthWatch:

@@ -5,26 +5,26 @@ run that was killed anywhere and started again ends with the same bits as one th
 """
 
 import logging
+import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from types import FrameType
 
 from softmoe.storage.checkpoint import Checkpoint, Snapshot, copy_tensors, optimizer_tensors
 from softmoe.storage.checkpoint import restore as restore_tensors
 from softmoe.train.config import TrainConfig
+from softmoe.train.data import Extract, to_device
+from softmoe.train.distributed import process_team
 from softmoe.train.evaluation import Evaluator
 from softmoe.train.folder import RunFolder, differences
+from softmoe.train.log import Clock, make_sinks
 from softmoe.train.objectives import Objective
-from softmoe.train.parts import to_device
-from softmoe.train.progress import Clock
 from softmoe.train.reporting import evaluate, log, report_bad_step, show_progress
-from softmoe.train.run import Progressed, Run, build
-from softmoe.train.signals import StopRequest
-from softmoe.train.sinks import make_sinks
+from softmoe.train.run import Run, TrainState, build
 from softmoe.train.step import train_step
-from softmoe.train.team import joined
-from softmoe.train.texts import Extract
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,33 @@ class Result:
     signal: int | None = None
     rank: int = 0
     """Of this process, where there are several."""
+
+
+class StopRequest:
+    """SIGTERM and SIGINT ask the run to stop after the step it is in; a second one stops at once.
+
+    `with StopRequest() as stop:` then look at `stop.signal` between steps (None while nobody asked).
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():  # elsewhere handlers cannot be set
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+        self._before = {}
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number)
 
 
 def train(
@@ -55,7 +82,7 @@ def train(
     config.check()
     folder = RunFolder.of(config)
     with ExitStack() as stack:
-        team = stack.enter_context(joined(config.parallel, config.device))
+        team = stack.enter_context(process_team(config.parallel, config.device))
         if team.leads:
             stack.enter_context(folder.locked())
         run = build(config, folder, objective, evaluators, team, extract)
@@ -129,13 +156,15 @@ def resume(run: Run) -> None:
     if found is not None:
         restore(run, found)
         run.progress.report(f"resuming {run.folder.path} at step {step} of {run.config.steps}")
-    run.metrics.rewind(step)
+    damaged = run.metrics.rewind(step)
+    if damaged:
+        run.progress.report(f"{damaged} damaged lines of {run.metrics.path} are left out")
 
 
 def restore(run: Run, found: Checkpoint) -> None:
     average = None if run.average is None else run.average.model
     restore_tensors(found, run.model, run.optimizer, average, run.team.group)
-    run.done = Progressed(**found.texts["state"]["progress"])
+    run.done = TrainState(**found.texts["state"]["progress"])
     run.saved_step = found.step
     best = run.done.best
     if best and run.config.checkpoint.keep_best and best["step"] not in run.store.steps():

@@ -1,4 +1,4 @@
-"""Parameters -> groups with their weight decay and learning rate; AdamW or SGD; clipping.
+"""Parameters -> groups with their weight decay and learning rate; AdamW or SGD.
 
 The decay of a parameter is that of the first rule its name matches, zero if none does. The rules follow the paper's
 code: the head's matrix, all other matrices, and the soft routers' scale. Slot vectors (phi), biases, norms,
@@ -11,7 +11,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from softmoe.accelerate.buffers import total_norm
 from softmoe.train.config import OptimSection
 
 BLOCK = re.compile(r"^encoder\.blocks\.(\d+)\.")
@@ -90,14 +89,6 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 def gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-
-
-def clip_by_global_norm(grads: list[Tensor], max_norm: float | None) -> Tensor:
-    """Scale all gradients so that their joint norm is at most `max_norm`, with no epsilon; returns the norm before."""
-    found = total_norm(grads)
-    if max_norm is not None and found > max_norm:
-        torch._foreach_mul_(grads, (max_norm / found).clamp(max=1.0))  # pyright: ignore[reportPrivateImportUsage]
-    return found
 
 
 def _some(model: nn.Module) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a run says while it runs: the progress line, lines of metrics, evaluations, warnings."""
+"""A run tells how it does while it runs: the progress line, lines of metrics, evaluations, warnings."""
 
 import math
 from typing import Any
@@ -7,12 +7,11 @@ import torch
 
 from softmoe.storage.files import write_json
 from softmoe.storage.strict import flatten
+from softmoe.train.evaluation import evaluate_share
 from softmoe.train.health import model_health
-from softmoe.train.peak import peak_flops
-from softmoe.train.progress import Clock, progress_line
+from softmoe.train.log import Clock, peak_flops, progress_line
 from softmoe.train.run import Run
 from softmoe.train.step import autocast
-from softmoe.train.together import evaluate_share
 
 
 class Diverged(ValueError):
@@ -52,17 +51,19 @@ def log(run: Run, rate: float) -> None:
         "auxiliary_loss": done.auxiliary_sum / count,
         "grad_norm": done.norm_sum / count,
         "learning_rate": rate,
+        **{f"objective/{name}": total / count for name, total in done.objective_sums.items()},
         "skipped_steps": done.skipped,
         **run.totals(),
     }
-    if run.tap.routings:
-        record["routers"] = health = model_health(run.tap.routers, run.tap.routings)
-        run.tap.clear()
+    if run.recording.routings:
+        record["routers"] = health = model_health(run.recording.routers, run.recording.routings)
+        run.recording.clear()
         for warning in run.watch.warnings(health):
             run.progress.report(f"step {done.step}: {warning}")
     write_metrics(run, record)
     done.loss_sum = done.auxiliary_sum = done.norm_sum = 0.0
     done.good_steps = 0
+    done.objective_sums = {}
 
 
 def write_metrics(run: Run, record: dict[str, Any]) -> None:

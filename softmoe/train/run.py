@@ -1,38 +1,57 @@
-"""What a running training is made of."""
+"""Everything a running training is made of, built from its settings: device, data, model, optimizer, folder."""
 
-from collections.abc import Mapping
+import copy
+import hashlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from softmoe import accelerate
 from softmoe.accelerate.buffers import InBackward
 from softmoe.budget import training_flops
+from softmoe.convert.files import starting_weights
+from softmoe.machine import bfloat16_works, choose_device
 from softmoe.models import TwoTower, TwoTowerConfig, VisionTransformer, ViTConfig
+from softmoe.moe.record import Recording
+from softmoe.parallel import local, local_shard
 from softmoe.storage.store import CheckpointStore
 from softmoe.train.config import TrainConfig
-from softmoe.train.contrastive import Contrastive
+from softmoe.train.data import Data, Extract, FeatureData, can_keep_features, prepare_tokenizer
+from softmoe.train.distributed import Team
 from softmoe.train.evaluation import Evaluator, classify, match_pairs
 from softmoe.train.folder import RunFolder
 from softmoe.train.health import HealthWatch
-from softmoe.train.metrics import MetricsFile
-from softmoe.train.objectives import Objective, make_objective
+from softmoe.train.log import MetricsFile, Progress, Sink
+from softmoe.train.objectives import Contrastive, Objective, make_objective
 from softmoe.train.optim import make_optimizer
-from softmoe.train.parts import Average, Data, build_model, choose_device, choose_precision
-from softmoe.train.progress import Progress
 from softmoe.train.schedule import Schedule, make_schedule
-from softmoe.train.sinks import Sink
-from softmoe.train.tap import RoutingTap
-from softmoe.train.team import Team
-from softmoe.train.texts import Extract, FeatureData, can_keep_features, prepare_tokenizer
+
+
+class Average:
+    """A copy of the model whose weights are the running mean of the model's: e = decay * e + (1 - decay) * w.
+
+    `twin` is an equal model to become the copy, for models that cannot be copied because they are spread over ranks.
+    """
+
+    def __init__(self, model: nn.Module, decay: float, twin: nn.Module | None = None):
+        self.model = (copy.deepcopy(model) if twin is None else twin).requires_grad_(False).eval()
+        self.decay = decay
+        self._averages: list[Tensor] = [local(p.detach()) for p in self.model.parameters()]
+        self._weights: list[Tensor] = [local(p.detach()) for p in model.parameters()]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        torch._foreach_lerp_(self._averages, self._weights, 1.0 - self.decay)  # pyright: ignore[reportPrivateImportUsage]
 
 
 @dataclass
-class Progressed:
-    """What a run has done so far, kept in every checkpoint, so the next line of metrics is the same after a resume."""
+class TrainState:
+    """How far a run is. It is kept in every checkpoint, so the next line of metrics is the same after a resume."""
 
     step: int = 0
     loss_sum: float = 0.0
@@ -40,6 +59,8 @@ class Progressed:
     norm_sum: float = 0.0
     good_steps: int = 0
     """Steps in the three sums: those since the last line of metrics that were not skipped."""
+    objective_sums: dict[str, float] = field(default_factory=dict)
+    """Sums of the objective's own numbers over the same steps."""
     skipped: int = 0
     bad_in_a_row: int = 0
     device_seconds: float = 0.0
@@ -63,14 +84,14 @@ class Run:
     evaluators: Mapping[str, Evaluator]
     device: torch.device
     autocast: torch.dtype | None
-    tap: RoutingTap
+    recording: Recording
     store: CheckpointStore
     metrics: MetricsFile
     progress: Progress
     flops_per_image: int
     team: Team = field(default_factory=Team)
     sinks: list[Sink] = field(default_factory=list)
-    done: Progressed = field(default_factory=Progressed)
+    done: TrainState = field(default_factory=TrainState)
     watch: HealthWatch = field(default_factory=HealthWatch)
     numbers: dict[str, float] = field(default_factory=dict)
     """What the last evaluation found."""
@@ -117,7 +138,7 @@ def build(
         model.lock_image_tower()
         if extract is not None and team.world == 1 and can_keep_features(config, len(data.train)):
             data = FeatureData.of(data, model.image, extract)
-    tap = RoutingTap(model)  # before compiling, which looks at the hooks
+    recording = Recording(model)  # before compiling, which looks at the hooks
     average = None if config.ema is None else Average(model, config.ema, twin)  # a copy, before any hook
     optimizer = make_optimizer(model, config.optim, locked=config.model.locked)
     progress.report(str(accelerate.apply(model, optimizer)))
@@ -137,7 +158,7 @@ def build(
         evaluators=evaluators or {"val": default_evaluator(config, objective)},
         device=device,
         autocast=autocast,
-        tap=tap,
+        recording=recording,
         store=CheckpointStore(folder.checkpoints, config.checkpoint, progress.report, team.group, team.saving),
         metrics=MetricsFile(folder.metrics if team.leads else None),
         progress=progress,
@@ -167,3 +188,42 @@ def default_evaluator(config: TrainConfig, objective: Objective) -> Evaluator:
     if isinstance(objective, Contrastive):
         return partial(match_pairs, objective=objective)
     return partial(classify, loss=config.objective.loss)
+
+
+def choose_precision(wanted: str, device: torch.device, report: Callable[[str], None]) -> torch.dtype | None:
+    """The dtype of autocast, or None for plain float32. bfloat16 only where it was seen to work."""
+    if wanted == "float32":
+        return None
+    works = torch.cuda.is_bf16_supported() if device.type == "cuda" else bfloat16_works()
+    if works:
+        return torch.bfloat16
+    report("precision: this machine has no working bfloat16, going on in float32")
+    return None
+
+
+def build_model(
+    config: TrainConfig, shape: ViTConfig | TwoTowerConfig, device: torch.device
+) -> VisionTransformer | TwoTower:
+    """A model, fresh or with given weights; the same for the same seed whatever was drawn before."""
+    torch.manual_seed(random_seed(config.seed, "model"))
+    model = TwoTower(shape) if isinstance(shape, TwoTowerConfig) else VisionTransformer(shape)
+    tower = model.image if isinstance(model, TwoTower) else model
+    if config.model.weights is not None:
+        start_from(tower, config.model.weights, new_head=config.model.new_head)
+    model = model.to(device)
+    model.set_gradient_checkpointing(config.gradient_checkpointing)
+    return model
+
+
+def random_seed(*parts: Any) -> int:
+    """A seed from any values. Each step draws from (seed, step) alone, so a resumed run draws the same."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@torch.no_grad()
+def start_from(model: VisionTransformer, weights: str | Path, *, new_head: bool = True) -> None:
+    """Copy the weights of a saved model into `model`, which may be spread over processes."""
+    mine = model.state_dict()
+    state = starting_weights(model, weights, new_head=new_head)
+    model.load_state_dict({name: local_shard(value, mine[name]) for name, value in state.items()})

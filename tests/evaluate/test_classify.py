@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from softmoe.data import Batch
-from softmoe.evaluate.classify import BINS, Totals, classification, count, outputs_of
+from softmoe.evaluate.classify import classification, count, outputs_of
 from softmoe.models import create_model
+from softmoe.models.classification import BINS, Totals
 from softmoe.models.modes import evaluating
 
 
@@ -143,9 +144,9 @@ def test_a_sure_and_right_model_is_calibrated():
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        (torch.tensor([0, 3]), "label 3, but the model has the classes 0 to 2"),
+        (torch.tensor([0, 3]), "label 3 is outside the model's head, which has 3 classes"),
         (torch.tensor([-1, 0]), "label -1"),
-        (torch.zeros(2, 4), "has 4 classes, but the model has 3 outputs"),
+        (torch.zeros(2, 4), "labels have 4 classes, but the model's head has 3"),
     ],
 )
 def test_wrong_labels(labels, message):

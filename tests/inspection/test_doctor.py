@@ -13,7 +13,7 @@ from softmoe.inspection.doctor import (
     examine_machine,
     examine_parameters,
 )
-from softmoe.inspection.record import moe_layers
+from softmoe.moe.record import moe_layers
 
 
 def layers_of(model):

@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from softmoe import parallel
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
+from softmoe.models.classification import class_weights, softmax_cross_entropy
+from softmoe.moe.record import Recording
 from softmoe.parallel.dry_run import Sent
 from softmoe.storage import shards
 from softmoe.storage.checkpoint import (
@@ -28,9 +30,7 @@ from softmoe.storage.checkpoint import (
 )
 from softmoe.storage.shards import write_parts, write_sharded
 from softmoe.train import OptimSection
-from softmoe.train.objectives import class_weights, softmax_cross_entropy
 from softmoe.train.optim import gradients, make_optimizer, set_learning_rate
-from softmoe.train.tap import RoutingTap
 
 BATCH, CLASSES, STEPS = 8, 5, 3
 ROUTERS: dict[str, dict[str, Any]] = {
@@ -86,7 +86,7 @@ def optimizer_of(model: VisionTransformer) -> torch.optim.Optimizer:
 
 
 def step_once(
-    model: VisionTransformer, optimizer: torch.optim.Optimizer, tap: RoutingTap, images: Tensor, labels: Tensor
+    model: VisionTransformer, optimizer: torch.optim.Optimizer, tap: Recording, images: Tensor, labels: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Loss and output of this rank's share; gradients are left in the model, unclipped."""
     optimizer.zero_grad(set_to_none=True)
@@ -104,7 +104,7 @@ def train_three_steps(
     model: VisionTransformer, rank: int = 0, world: int = 1, *, clip: float = 0.05, checkpointing: bool = False
 ) -> Outcome:
     model.set_gradient_checkpointing(checkpointing)
-    optimizer, tap = optimizer_of(model), RoutingTap(model)
+    optimizer, tap = optimizer_of(model), Recording(model)
     first: dict[str, Any] = {}
     for step in range(STEPS):
         images, labels = (share(values, rank, world) for values in make_batch(step))
@@ -174,7 +174,7 @@ class Training:
     def __init__(self, mesh: parallel.Mesh | None = None, rank: int = 0, *, seed: int = 0):
         model = make_model("soft", seed=seed)
         self.model = model if mesh is None else parallel.apply(model, mesh)
-        self.optimizer, self.tap = optimizer_of(self.model), RoutingTap(self.model)
+        self.optimizer, self.tap = optimizer_of(self.model), Recording(self.model)
         self.rank, self.world = rank, 1 if mesh is None else mesh.sizes.world
 
     def steps(self, *steps: int) -> "Training":

@@ -16,7 +16,7 @@ from softmoe import parallel
 from softmoe.models import TwoTower
 from softmoe.parallel.gather import gather_rows
 from softmoe.train import TextSection, TrainConfig, train
-from softmoe.train.contrastive import contrastive_loss
+from softmoe.train.objectives import contrastive_loss
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -95,7 +95,6 @@ def test_a_run_on_two_processes_is_that_of_one(tmp_path):
     for one, two in zip(*lines, strict=True):
         for key in ("step", "loss", "grad_norm", "flops"):
             assert one.get(key, 0) == pytest.approx(two.get(key, 0), rel=1e-4), key
-    from softmoe.train.folder import RunFolder
-    from softmoe.train.transfer import export
+    from softmoe.train.folder import RunFolder, write_model
 
-    assert export(RunFolder(tmp_path / "two" / "run")).towers is not None
+    assert write_model(RunFolder(tmp_path / "two" / "run")).towers is not None

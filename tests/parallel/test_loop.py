@@ -12,8 +12,7 @@ from parallel.trouble import make_config, train_rank
 from softmoe.storage import from_pretrained
 from softmoe.storage.checkpoint import read_checkpoint
 from softmoe.train import ParallelSection, train
-from softmoe.train.folder import RunFolder
-from softmoe.train.transfer import export
+from softmoe.train.folder import RunFolder, write_model
 
 
 def metrics(folder: Path) -> list[dict]:
@@ -66,7 +65,7 @@ def test_two_processes_train_as_one(pair, alone):
 def test_export(pair):
     """The best checkpoint (the average, which was evaluated) becomes a saved model that needs no second process."""
     best = json.loads((pair / "eval.json").read_text())["best"]["step"]
-    saved = export(RunFolder(pair))
+    saved = write_model(RunFolder(pair))
     model, expected = from_pretrained(pair).state_dict(), tensors(pair, best)
     assert saved.classes is not None
     assert all(torch.equal(value, expected[f"ema/{name}"]) for name, value in model.items())
@@ -102,7 +101,7 @@ def test_a_killed_rank(trouble, pair, tmp_path):
     config = make_config(tmp_path, expert=2, shard=2, timeout=30.0)
     (_, error), (_, silence) = start_ranks(2, train_rank, config, trouble)
     assert silence == "ended without an answer"
-    assert "LostOthers: rank 0 of 2 on" in error
+    assert "PeerLost: rank 0 of 2 on" in error
     assert "lost rank 1, which ended or did not come within 30 s (parallel.timeout)" in error
     assert "The same command continues from the last checkpoint" in error
     assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").glob("step_*"))] == ["step_00000002"]

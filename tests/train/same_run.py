@@ -8,7 +8,7 @@ from torch import nn
 from softmoe.storage.checkpoint import read_checkpoint
 from softmoe.train import TrainConfig
 from softmoe.train.folder import RunFolder
-from softmoe.train.metrics import read_metrics
+from softmoe.train.log import read_metrics
 from softmoe.train.objectives import make_objective
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from two_towers import IMAGE, shape, tokenizer
 
 from softmoe.models import Embeddings, TwoTower
+from softmoe.moe.record import Recording
 from softmoe.train.config import ObjectiveSection
-from softmoe.train.contrastive import Contrastive, contrastive_loss, joined
+from softmoe.train.objectives import Contrastive, contrastive_loss, join_parts
 from softmoe.train.step import forward_backward
-from softmoe.train.tap import RoutingTap
 
 KINDS = ("sigmoid", "softmax")
 
@@ -74,7 +74,7 @@ def make_run(kind: str, model: TwoTower, accumulate: int):
     """What forward_backward looks at."""
     return SimpleNamespace(
         config=SimpleNamespace(accumulate=accumulate, objective=ObjectiveSection(kind, auxiliary_weight=2.0)),
-        tap=RoutingTap(model),
+        recording=Recording(model),
         objective=Contrastive(ObjectiveSection(kind), tokenizer(), 16),
         forward=model,
         autocast=None,
@@ -113,7 +113,7 @@ def towers(router: str = "soft", **changes) -> TwoTower:
 def backward(run, model: TwoTower) -> tuple[float, float, dict[str, Tensor]]:
     model.zero_grad(set_to_none=True)
     torch.manual_seed(0)
-    loss, auxiliary = forward_backward(run, make_batch())
+    loss, auxiliary, _ = forward_backward(run, make_batch())
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return float(loss), float(auxiliary), grads
 
@@ -151,7 +151,7 @@ def test_parts_repeat_their_random_numbers():
     loss, _, found = backward(run, model)
     model.zero_grad(set_to_none=True)
     torch.manual_seed(0)
-    from softmoe.train.parts import split_batch
+    from softmoe.train.data import split_batch
 
     parts = [run.objective.embed(model, part) for part in split_batch(make_batch(), 2)]
     image, text = (torch.cat([getattr(part, side) for part in parts]) for side in ("image", "text"))
@@ -165,7 +165,7 @@ def test_parts_repeat_their_random_numbers():
 def test_joined_embeddings_are_numbers():
     """The graphs of the parts are let go."""
     e = random_embeddings()
-    whole = joined([e, e])
+    whole = join_parts([e, e])
     assert whole.image is not None
     assert whole.image.shape == (10, 4)
     assert all(tensor is None or tensor.is_leaf for tensor in whole)

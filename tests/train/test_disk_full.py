@@ -6,7 +6,7 @@ import pytest
 
 from softmoe.train import train
 from softmoe.train.folder import RunFolder
-from softmoe.train.metrics import read_metrics
+from softmoe.train.log import read_metrics
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from train.same_run import assert_same_run, final_state
 from softmoe.storage.checkpoint import read_checkpoint
 from softmoe.train import Diverged, TrainConfig, train
 from softmoe.train.folder import RunFolder
-from softmoe.train.metrics import read_metrics
+from softmoe.train.log import read_metrics
 from softmoe.train.objectives import make_objective
 from softmoe.train.run import Run, build
 from softmoe.train.step import forward_backward, train_step
@@ -32,7 +32,7 @@ def test_accumulation_equals_the_large_batch(make_config, router: str):
         batch = replace(batch, images=batch.images.double())
         with torch.no_grad():
             run.model.head.weight.normal_()  # a zero head passes no gradient on
-        loss, auxiliary = forward_backward(run, batch)
+        loss, auxiliary, _ = forward_backward(run, batch)
         losses.append((loss.item(), auxiliary.item()))
         gradients.append({name: p.grad for name, p in run.model.named_parameters()})
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
@@ -153,7 +153,7 @@ def test_the_loss_falls(make_config):
 
 def test_bfloat16_falls_back_with_a_line(make_config, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
     """Where bfloat16 does not work the run says so and computes in float32, the same bits as asked for directly."""
-    monkeypatch.setattr("softmoe.train.parts.bfloat16_works", lambda: False)
+    monkeypatch.setattr("softmoe.train.run.bfloat16_works", lambda: False)
     low, full = make_config(run_name="low", steps=2, precision="bfloat16"), make_config(run_name="full", steps=2)
     train(low)
     assert "no working bfloat16, going on in float32" in capfd.readouterr().err

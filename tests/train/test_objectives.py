@@ -6,14 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
+from softmoe.models.classification import class_weights, sigmoid_cross_entropy, softmax_cross_entropy
+from softmoe.moe.record import Recording
 from softmoe.train.config import ObjectiveSection
-from softmoe.train.objectives import (
-    class_weights,
-    make_objective,
-    sigmoid_cross_entropy,
-    softmax_cross_entropy,
-)
-from softmoe.train.tap import RoutingTap
+from softmoe.train.objectives import make_objective
 
 
 @dataclass
@@ -98,7 +94,7 @@ def test_tap_sums_the_balance_losses():
     seen = []
     for block in model.encoder.blocks:
         block.mlp.router.register_forward_hook(lambda m, i, routing: seen.append(routing.auxiliary_loss))
-    tap = RoutingTap(model)
+    tap = Recording(model)
     model(images)
     assert tap.auxiliary_loss() is None
     seen.clear()
@@ -119,7 +115,7 @@ def test_balance_loss_survives_gradient_checkpointing():
     for again in (False, True):
         model = sparse_model().train()
         model.set_gradient_checkpointing(again)
-        tap = RoutingTap(model)
+        tap = Recording(model)
         with tap:
             logits = model(images)
         auxiliary = tap.auxiliary_loss()

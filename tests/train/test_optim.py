@@ -5,8 +5,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
+from softmoe.parallel import clip_by_global_norm
 from softmoe.train.config import OptimSection
-from softmoe.train.optim import clip_by_global_norm, make_optimizer, parameter_groups, set_learning_rate
+from softmoe.train.optim import make_optimizer, parameter_groups, set_learning_rate
 
 DECAYS = OptimSection(head_decay=3.0, kernel_decay=0.03, scale_decay=0.5)
 

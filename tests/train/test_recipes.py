@@ -6,7 +6,7 @@ import pytest
 
 from softmoe import recipes
 from softmoe.train import TrainConfig, train
-from softmoe.train.metrics import read_metrics
+from softmoe.train.log import read_metrics
 
 
 @pytest.mark.parametrize("name", recipes.names())

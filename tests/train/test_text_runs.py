@@ -12,9 +12,9 @@ from softmoe.evaluate import extract, load_towers
 from softmoe.storage import from_pretrained
 from softmoe.storage.checkpoint import read_checkpoint
 from softmoe.train import TextSection, TrainConfig, train
-from softmoe.train.metrics import read_metrics
-from softmoe.train.soup import greedy_soup, soup
-from softmoe.train.transfer import export
+from softmoe.train.folder import write_model
+from softmoe.train.log import read_metrics
+from softmoe.transfer.soup import greedy_soup, soup
 
 TEXT = TextSection(size="ti", width=16, depth=2, heads=2, mlp_dim=16, vocab_size=400, mask_padding=True)
 
@@ -70,7 +70,7 @@ def test_a_given_tokenizer_is_copied(kind, text_config, tmp_path):
     folder = train(replace(text_config(steps=2), text=replace(TEXT, tokenizer=str(file)))).folder
     file.unlink()
     of_run = load_towers(folder.path)
-    saved = export(folder)
+    saved = write_model(folder)
     assert saved.tokenizer is not None
     assert (saved.tokenizer.name, saved.tokenizer.data) == (f"tokenizer{kind}", made.data)
     assert torch.equal(load_towers(saved.folder).embed_texts(["a star"]), of_run.embed_texts(["a star"]))
@@ -78,7 +78,7 @@ def test_a_given_tokenizer_is_copied(kind, text_config, tmp_path):
 
 def locked_start(make_config) -> Path:
     """A trained classifier."""
-    return export(train(make_config(run_name="classifier", steps=2)).folder).folder
+    return write_model(train(make_config(run_name="classifier", steps=2)).folder).folder
 
 
 def test_locked_images(text_config, make_config, tmp_path):

@@ -11,8 +11,8 @@ from statistics import fmean
 from typing import Any
 
 from softmoe.inspection.correlation import correlation_summary, slot_correlation
-from softmoe.inspection.record import moe_layers
 from softmoe.moe import SoftRouter
+from softmoe.moe.record import moe_layers
 from softmoe.studies.figures import panels, said
 from softmoe.studies.lab import Cell, Lab
 from softmoe.studies.results import Row, Table, paired

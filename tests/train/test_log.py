@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from softmoe.train.metrics import MetricsFile, read_metrics
-from softmoe.train.progress import Clock, Progress, duration, progress_line
+from softmoe.train.log import Clock, MetricsFile, Progress, duration, progress_line, read_metrics
 
 
 def test_rewind_drops_later_steps_and_a_cut_line(tmp_path: Path):
@@ -102,7 +101,7 @@ def test_duration(seconds: float, text: str):
 def test_clock_leaves_pauses_out(monkeypatch: pytest.MonkeyPatch):
     """Ten steps in ten seconds of which five were an evaluation are two steps per second."""
     now = [100.0]
-    monkeypatch.setattr("softmoe.train.progress.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("softmoe.train.log.time.perf_counter", lambda: now[0])
     clock = Clock(0)
     now[0] += 10.0
     clock.skip(5.0)

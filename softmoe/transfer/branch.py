@@ -13,7 +13,7 @@ from softmoe.storage.checkpoint import read_checkpoint
 from softmoe.storage.files import whole_folder
 from softmoe.train.config import TrainConfig
 from softmoe.train.folder import RunFolder
-from softmoe.train.metrics import MetricsFile
+from softmoe.train.log import MetricsFile
 
 
 def branch(checkpoint: Path | str, cooldown: int, run_name: str | None = None, runs: str | None = None) -> TrainConfig:

@@ -6,7 +6,7 @@ import pytest
 
 from softmoe.models import ViTConfig
 from softmoe.train import OptimSection, TrainConfig
-from softmoe.train.team import Team
+from softmoe.train.distributed import Team
 
 CONFIG = TrainConfig(optim=OptimSection(clip_norm=None))
 

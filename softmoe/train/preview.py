@@ -8,7 +8,8 @@ from softmoe.storage.strict import flatten
 from softmoe.train.config import TrainConfig
 
 
-def describe_run(config: TrainConfig) -> str:
+def preview(config: TrainConfig) -> str:
+    """What `train --dry-run` prints. ValueError for settings that cannot work."""
     config.check()
     source = open_source(config.data.train, config.data.train_split)
     texts = config.text.size is not None

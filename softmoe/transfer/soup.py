@@ -17,10 +17,10 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from softmoe.convert.files import weight_facts
 from softmoe.models import VisionTransformer
 from softmoe.storage import SavedModel, load_saved, open_saved, save_tensors
 from softmoe.storage.weights import Spec, WeightFiles, check_files
-from softmoe.train.transfer import describe
 
 PIECE = 1 << 22  # numbers averaged at a time, in float64
 Score = Callable[[VisionTransformer], float]
@@ -141,7 +141,9 @@ def soup(models: Sequence[str | Path], out: str | Path) -> Soup:
         return Soup(ingredients.write(every, out, {"soup": "uniform"}), every)
 
 
-def greedy_soup(models: Sequence[str | Path], out: str | Path, score: Score, device: str = "cpu") -> Soup:
+def greedy_soup(
+    models: Sequence[str | Path], out: str | Path, score: Score, device: str | torch.device = "cpu"
+) -> Soup:
     """From the best model on, each next best is added if the score of the mean does not fall."""
     with Ingredients(models) as ingredients:
         first = ingredients.models[0]
@@ -189,7 +191,10 @@ def check_alike(models: Sequence[SavedModel]) -> None:
 
 
 def facts_of(saved: SavedModel) -> dict[str, Any]:
-    facts = describe(saved.config) | {"num_classes": saved.config.num_classes, "image size": saved.config.image_shape}
+    facts = weight_facts(saved.config) | {
+        "num_classes": saved.config.num_classes,
+        "image size": saved.config.image_shape,
+    }
     if saved.towers is None or saved.tokenizer is None:
         return facts
     text = {f"text {name}": value for name, value in saved.towers.to_dict()["text"].items()}

@@ -16,14 +16,15 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from softmoe.accelerate.buffers import total_norm
 from softmoe.models import TwoTower, VisionTransformer, ViTConfig
+from softmoe.parallel import clip_by_global_norm, global_norm
 from softmoe.train.config import ParallelSection, TrainConfig
-from softmoe.train.optim import clip_by_global_norm
 
 LOST = ("gloo", "timed out", "timeout", "connection closed", "connection reset", "nccl")
 
 
-class LostOthers(OSError):
+class PeerLost(OSError):
     """Another process ended, or did not come to where all meet."""
 
 
@@ -88,11 +89,7 @@ class Team:
 
     def clip(self, gradients: list[Tensor], max_norm: float | None) -> Tensor:
         """Scale the gradients by the norm of the whole, wherever its parts are."""
-        if self.world == 1:
-            return clip_by_global_norm(gradients, max_norm)
-        from softmoe import parallel
-
-        return parallel.clip_by_global_norm(gradients, max_norm)
+        return clip_by_global_norm(gradients, max_norm, total_norm if self.world == 1 else global_norm)
 
     def mean(self, values: Tensor) -> Tensor:
         if self.world == 1:
@@ -128,7 +125,7 @@ def fresh_store(patience: timedelta) -> Store:
     return PrefixStore(f"softmoe/start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def roll_call(rank: int, world: int, seconds: float) -> list[int]:
+def missing_ranks(rank: int, world: int, seconds: float) -> list[int]:
     """Who of the ranks that wait for each other is not there. Asked of the store, which works when all else is broken;
     nobody is named if it does not."""
     names = [f"lost/{other}" for other in range(world)]
@@ -144,7 +141,7 @@ def roll_call(rank: int, world: int, seconds: float) -> list[int]:
 
 
 @contextmanager
-def joined(config: ParallelSection, device: str = "auto") -> Iterator[Team]:
+def process_team(config: ParallelSection, device: str = "auto") -> Iterator[Team]:
     """Meet the other processes, if torchrun started any; leave them at the end."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
@@ -174,9 +171,9 @@ def joined(config: ParallelSection, device: str = "auto") -> Iterator[Team]:
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and not any(word in str(error).lower() for word in LOST):
             raise
-        missing = roll_call(rank, world, min(5.0, config.timeout))
+        missing = missing_ranks(rank, world, min(5.0, config.timeout))
         lost = f"rank {', '.join(map(str, missing))}, which" if missing else "another, which"
-        raise LostOthers(
+        raise PeerLost(
             f"rank {rank} of {world} on {host} lost {lost} ended or did not come within {config.timeout:g} s "
             f"(parallel.timeout): {str(error).strip().splitlines()[0]}. The same command continues from the last "
             "checkpoint"

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from softmoe.storage.checkpoint import read_checkpoint
-from softmoe.train import branch, train
-from softmoe.train.branch import branch_config
+from softmoe.train import train
 from softmoe.train.folder import RunFolder
-from softmoe.train.metrics import read_metrics
+from softmoe.train.log import read_metrics
 from softmoe.train.schedule import make_schedule
+from softmoe.transfer.branch import branch, branch_config
 
 
 def files(folder: Path) -> dict[Path, bytes]:

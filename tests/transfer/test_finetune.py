@@ -14,8 +14,10 @@ from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
 from softmoe.moe.routing import ROUTERS
 from softmoe.storage import from_pretrained, open_saved
 from softmoe.train import OptimSection, train
+from softmoe.train.folder import write_model
 from softmoe.train.optim import parameter_groups
-from softmoe.train.transfer import export, section_of, start_from, transfer_config
+from softmoe.train.run import start_from
+from softmoe.transfer.finetune import section_of, transfer_config
 
 SHAPE = ViTConfig(
     image_size=16,
@@ -87,7 +89,7 @@ def test_a_run_that_starts_from_a_model(make_config, tmp_path):
     train(config)
     result = train(replace(config, steps=4))
     assert result.step == 4
-    saved = export(result.folder)
+    saved = write_model(result.folder)
     assert saved.config.image_size == (16, 24)
     assert saved.classes is not None
     assert len(saved.classes) == saved.config.num_classes

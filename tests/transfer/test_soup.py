@@ -1,6 +1,7 @@
 """Means of weights, and which models go in."""
 
 import random
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +11,7 @@ import torch
 from softmoe import save_pretrained
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
 from softmoe.storage import from_pretrained
-from softmoe.train import soup as room
-from softmoe.train.soup import greedy_soup, soup
+from softmoe.transfer.soup import greedy_soup, soup
 
 SHAPE = ViTConfig(
     image_size=8,
@@ -37,7 +37,7 @@ def save(folder: Path, seed: int, shape: ViTConfig = SHAPE, dtype: torch.dtype =
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_mean_of_all(dtype, tmp_path, monkeypatch):
     """Each tensor is the float64 mean, in the dtype of the models; pieces smaller than a tensor change nothing."""
-    monkeypatch.setattr(room, "PIECE", 33)
+    monkeypatch.setattr(sys.modules[soup.__module__], "PIECE", 33)
     folders = [save(tmp_path / str(seed), seed, dtype=dtype) for seed in range(3)]
     result = soup(folders, tmp_path / "out")
     states = [from_pretrained(folder).state_dict() for folder in folders]

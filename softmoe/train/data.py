@@ -1,0 +1,223 @@
+"""The data of a run: its training stream, its validation set, and batches cut in parts and moved to the device.
+
+With a text tower a run also has a tokenizer, and an image tower that is locked may be replaced by its features.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from softmoe.data import (
+    Batch,
+    Captioned,
+    Loader,
+    Source,
+    Tokenizer,
+    Transform,
+    TransformConfig,
+    captions_of,
+    evaluation_batches,
+    open_source,
+    some_captions,
+    train_tokenizer,
+)
+from softmoe.data.batch import with_draws
+from softmoe.data.order import order
+from softmoe.models import VisionTransformer
+from softmoe.storage.files import write_bytes
+from softmoe.storage.saved import TOKENIZER_FILES
+from softmoe.train.config import TrainConfig
+from softmoe.train.distributed import Team
+
+LEARN_FROM = 100_000  # examples whose captions a tokenizer is learned from, at most
+Extract = Callable[[VisionTransformer, Source, Transform], Any]
+"""Features of all images of a source, with `.vectors` (n, D) and `.indices` (n,): softmoe.evaluate.extract."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """The training stream and the validation set of a run."""
+
+    config: TrainConfig
+    train: Source
+    val: Source
+    loader: Loader
+
+    world: int = 1
+    rank: int = 0
+    tokenizer: Tokenizer | None = None
+    """Of a text tower."""
+    captions: bool = True
+    """Whether batches have them."""
+
+    @classmethod
+    def open(cls, config: TrainConfig, world: int = 1, rank: int = 0, captions: bool = True) -> "Data":
+        d = config.data
+        train = open_source(d.train, d.train_split)
+        val = open_source(d.val or d.train, d.val_split)
+        if tuple(train.classes) != tuple(val.classes):
+            raise ValueError(
+                f"training and validation data have different classes: {len(train.classes)} in {d.train}, "
+                f"{len(val.classes)} in {d.val or d.train}"
+            )
+        if config.text.size is not None:
+            train, val = Captioned(train, d.train), Captioned(val, d.val or d.train)
+        loader = Loader(
+            train,
+            Transform(d.transform, train=True),
+            d.batch_size,
+            config.seed,
+            world,
+            rank,
+            d.workers,
+            d.prefetch,
+            d.max_broken,
+            captions,
+        )
+        return cls(config, train, val, loader, world, rank, captions=captions)
+
+    def facts(self) -> dict[str, Any]:
+        facts = {"train_data": self.train.fingerprint, "classes": len(self.train.classes)}
+        return facts if self.tokenizer is None else facts | {"tokenizer": self.tokenizer.fingerprint}
+
+    @property
+    def eval_share(self) -> int:
+        """Images of this rank in each batch of an evaluation; the last may have fewer."""
+        return -(-self.config.data.eval_batch_size // self.world)
+
+    def validation(self) -> Iterator[Batch]:
+        """This rank's share. Of many, all have the same number of batches, but a batch may be empty."""
+        d, examples = self.config.data, self.config.evaluation.examples
+        size = self.eval_share * self.world
+        batches = evaluation_batches(
+            self.val,
+            Transform(d.transform, train=False),
+            size,
+            self.world,
+            self.rank,
+            d.workers,
+            d.prefetch,
+            self.captions,
+        )
+        if examples is None:
+            return batches
+        return first_examples(batches, examples) if self.world == 1 else share_of_first(batches, examples, size)
+
+
+def first_examples(batches: Iterable[Batch], examples: int) -> Iterator[Batch]:
+    left = examples
+    for batch in batches:
+        yield batch if len(batch) <= left else slice_batch(batch, 0, left)
+        left -= len(batch)
+        if left <= 0:
+            return
+
+
+def share_of_first(batches: Iterable[Batch], examples: int, size: int) -> Iterator[Batch]:
+    """One rank's part of the first `examples`; `size` images are in a batch of all ranks."""
+    for batch in itertools.islice(batches, -(-examples // size)):
+        yield slice_batch(batch, 0, int((batch.indices < examples).sum()))
+
+
+def slice_batch(batch: Any, start: int, stop: int) -> Any:
+    """Rows start..stop of everything in the batch that has a row per image."""
+    rows = len(batch.images)
+    cut = {
+        f.name: value[start:stop]
+        for f in fields(batch)
+        if isinstance(value := getattr(batch, f.name), Tensor | tuple) and len(value) == rows
+    }
+    return replace(batch, **cut)
+
+
+def split_batch(batch: Any, count: int) -> list[Any]:
+    """`count` equal parts."""
+    size = len(batch.images) // count
+    return [batch] if count == 1 else [slice_batch(batch, i * size, (i + 1) * size) for i in range(count)]
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    if device.type == "cpu":
+        return batch
+    moved = {
+        f.name: value.to(device, non_blocking=True)
+        for f in fields(batch)
+        if isinstance(value := getattr(batch, f.name), Tensor)
+    }
+    return replace(batch, **moved)
+
+
+def prepare_tokenizer(config: TrainConfig, folder: Path, source: Source, team: Team) -> Tokenizer:
+    """That of the run's folder; a new run gets a copy of the given file, or learns one from its captions."""
+    if team.leads and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        t = config.text
+        if t.tokenizer is not None:
+            made = Tokenizer.open(t.tokenizer, t.lower)
+        else:
+            made = train_tokenizer(some_captions(source, LEARN_FROM), t.vocab_size, lower=t.lower)
+        write_bytes(folder / made.name, made.data)
+    team.wait()
+    path = next(folder / name for name in TOKENIZER_FILES if (folder / name).is_file())
+    return Tokenizer.open(path, config.text.lower)
+
+
+def can_keep_features(config: TrainConfig, images: int) -> bool:
+    """Whether the locked tower sees each image always alike, and at least once on average."""
+    t = config.data.transform
+    return config.model.locked and not is_random(t) and images <= config.steps * config.data.batch_size
+
+
+def is_random(t: TransformConfig) -> bool:
+    return t.crop in ("inception", "pad_crop") or t.flip or t.rand_layers > 0 or t.erase > 0
+
+
+@dataclass(frozen=True)
+class FeatureData(Data):
+    """Batches in which the locked tower's features (B, D) stand where the images were."""
+
+    train_features: Any = None
+    val_features: Any = None
+
+    @classmethod
+    def of(cls, data: Data, tower: VisionTransformer, extract: Extract) -> "FeatureData":
+        transform = Transform(data.config.data.transform, train=False)
+        train, val = (extract(tower, source, transform) for source in (data.train, data.val))
+        loader: Any = FeatureLoader(data.train, train, data.config)
+        return cls(**vars(data) | {"loader": loader, "train_features": train, "val_features": val})
+
+    def validation(self) -> Iterator[Batch]:
+        rows, size = np.arange(len(self.val_features.indices)), self.config.data.eval_batch_size
+        starts = range(0, len(rows), size)
+        batches = (feature_batch(self.val, self.val_features, rows[start : start + size]) for start in starts)
+        examples = self.config.evaluation.examples
+        return batches if examples is None else first_examples(batches, examples)
+
+
+class FeatureLoader:
+    """As softmoe.data.Loader: batches by step, for ever."""
+
+    def __init__(self, source: Source, features: Any, config: TrainConfig):
+        self.source, self.features, self.config = source, features, config
+        self.broken: dict[str, str] = {}
+
+    def batches(self, start_step: int = 0) -> Iterator[Batch]:
+        seed, size = self.config.seed, self.config.data.batch_size
+        for step in itertools.count(start_step):
+            rows = order(len(self.features.indices), seed, step, size)
+            yield with_draws(feature_batch(self.source, self.features, rows), seed, step, 0)
+
+
+def feature_batch(source: Source, features: Any, rows: np.ndarray) -> Batch:
+    examples = features.indices[rows]
+    return Batch(
+        torch.from_numpy(np.ascontiguousarray(features.vectors[rows])),
+        torch.full((len(rows),), -1),
+        torch.from_numpy(np.ascontiguousarray(examples)),
+        tuple(captions_of(source, examples)),
+    )

@@ -1,0 +1,248 @@
+"""Where the words and numbers of a run go: metrics.jsonl, the progress line, TensorBoard and Weights & Biases."""
+
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+import torch
+
+from softmoe.storage.files import sync_file, write_text
+from softmoe.train.config import TrainConfig
+
+_SIDE = {"cpu": 1024}  # of the matrices by which a device's speed is measured
+
+
+class MetricsFile:
+    """metrics.jsonl: one JSON object per line, each with its step, in the order of the steps.
+
+    `rewind(step)` drops what a killed run wrote after the checkpoint it resumes from, so that in the end the file is
+    that of an uninterrupted run. If the disk is full lines wait in memory and are written when there is room.
+    Without a path nothing is written: of many processes only one keeps the file.
+    """
+
+    def __init__(self, path: Path | None):
+        self.path = path
+        self._waiting: list[str] = []
+
+    def rewind(self, step: int) -> int:
+        """Returns how many damaged lines were dropped, the one that a kill cut short left out."""
+        if self.path is None or not self.path.exists():
+            return 0
+        rows, damaged = scan_metrics(self.path)
+        write_text(self.path, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
+        return damaged
+
+    def write(self, record: dict[str, Any]) -> str | None:
+        """Append one line; returns the reason if it had to wait."""
+        if self.path is None:
+            return None
+        self._waiting.append(json.dumps(finite(record)) + "\n")
+        before = self.path.stat().st_size if self.path.exists() else 0
+        try:
+            with self.path.open("a") as file:
+                file.write("".join(self._waiting))
+        except OSError as error:
+            if self.path.exists():
+                os.truncate(self.path, before)
+            return str(error)
+        self._waiting = []
+        return None
+
+    def flush(self) -> None:
+        """On the disk for certain, before a checkpoint says that this step was reached."""
+        if self.path is None:
+            return
+        with suppress(OSError):  # a disk that cannot do this will say so when the checkpoint is written
+            sync_file(self.path)
+
+
+def finite(value: Any) -> Any:
+    """JSON has no NaN: such numbers become null."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; damaged ones, and a last one that is being written, are left out."""
+    return scan_metrics(path)[0]
+
+
+def scan_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The lines of a metrics.jsonl, and how many others are damaged. A last line without its end is being written, or
+    was cut short by a kill: it is left out and not counted."""
+    rows, damaged = [], 0
+    for line in path.read_text(errors="replace").splitlines(keepends=True):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+        elif line.endswith("\n"):
+            damaged += 1
+    return rows, damaged
+
+
+class Sink(Protocol):
+    """Where metrics go besides metrics.jsonl."""
+
+    def write(self, step: int, numbers: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def make_sinks(config: TrainConfig, folder: Path, step: int) -> list[Sink]:
+    """Those the run asks for; it continues at `step`, and what they were told of later steps no longer holds."""
+    sinks: list[Sink] = []
+    if config.log.tensorboard:
+        sinks.append(TensorBoard(folder / "tensorboard", step))
+    if config.log.wandb:
+        sinks.append(WeightsAndBiases(config, folder))
+    return sinks
+
+
+class TensorBoard:
+    def __init__(self, folder: Path, step: int):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ModuleNotFoundError("log.tensorboard needs the extra: pip install softmoe[tensorboard]") from error
+        self._writer = SummaryWriter(str(folder), purge_step=step + 1)
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    def __init__(self, config: TrainConfig, folder: Path):
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise ModuleNotFoundError("log.wandb needs the extra: pip install softmoe[wandb]") from error
+        self._run = wandb.init(
+            project=config.log.wandb, id=config.run_name, dir=str(folder), config=config.to_dict(), resume="allow"
+        )
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        self._run.log(numbers, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Progress:
+    """One line on a terminal or in a notebook that is written over; in a log file a new line every `seconds`."""
+
+    def __init__(self, seconds: float, *, quiet: bool = False, stream: TextIO | None = None):
+        self.seconds, self.quiet = seconds, quiet
+        self.stream = stream or sys.stderr
+        self.live = self.stream.isatty() or in_notebook()
+        self._next = 0.0
+        self._shown = 0
+
+    def due(self) -> bool:
+        return not self.quiet and time.monotonic() >= self._next
+
+    def show(self, line: str) -> None:
+        self._next = time.monotonic() + (0.25 if self.live else self.seconds)
+        if self.live:
+            width = shutil.get_terminal_size().columns - 1
+            self.stream.write("\r" + line[:width].ljust(self._shown))
+            self._shown = min(len(line), width)
+        else:
+            self.stream.write(line + "\n")
+        self.stream.flush()
+
+    def report(self, message: str) -> None:
+        """A line that stays."""
+        if self.live and self._shown:
+            self.stream.write("\r" + " " * self._shown + "\r")
+            self._shown = 0
+        self.stream.write(message + "\n")
+        self.stream.flush()
+
+    def close(self) -> None:
+        if self.live and self._shown:
+            self.stream.write("\n")
+            self._shown = 0
+            self.stream.flush()
+
+
+def progress_line(
+    step: int, steps: int, loss: float, rate: float, images_per_second: float, peak_share: float | None, left: float
+) -> str:
+    share = "" if peak_share is None else f" | {peak_share:.0%} of peak"
+    speed = f"{images_per_second:,.0f}" if images_per_second >= 100 else f"{images_per_second:.1f}"
+    return (
+        f"step {step:>{len(str(steps))}}/{steps} | loss {loss:.4f} | lr {rate:.2e} | {speed} images/s{share} | "
+        f"{duration(left)} left"
+    )
+
+
+def duration(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+def in_notebook() -> bool:
+    shell = sys.modules.get("IPython")
+    running = shell.get_ipython() if shell else None
+    return type(running).__name__ == "ZMQInteractiveShell"
+
+
+class Clock:
+    """Steps per second of this process, evaluations and saves left out."""
+
+    def __init__(self, step: int):
+        self.step, self.time = step, time.perf_counter()
+        self.speed = math.nan
+
+    def steps_per_second(self, step: int) -> float:
+        """Mean since the last call that was at least half a second ago."""
+        now = time.perf_counter()
+        if now - self.time > 0.5 or math.isnan(self.speed):
+            self.speed = (step - self.step) / max(now - self.time, 1e-9)
+            self.step, self.time = step, now
+        return self.speed
+
+    def skip(self, seconds: float) -> None:
+        self.time += seconds
+
+
+@cache
+def peak_flops(device: torch.device, dtype: torch.dtype | None = None, tries: int = 5) -> float:
+    """Best rate of a square product in FLOPs per second, measured once per process in about a tenth of a second."""
+    side = _SIDE.get(device.type, 8192)
+    with torch.no_grad():
+        x = torch.ones(side, side, device=device, dtype=dtype or torch.float32)
+        best = float("inf")
+        for _ in range(tries):
+            wait(device)
+            start = time.perf_counter()
+            torch.mm(x, x)
+            wait(device)
+            best = min(best, time.perf_counter() - start)
+    return 2.0 * side**3 / best
+
+
+def wait(device: torch.device) -> None:
+    """Let the device finish what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

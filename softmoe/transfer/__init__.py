@@ -1,0 +1,20 @@
+"""A trained model -> another one: fine-tuned, with experts, averaged, or cooled down from a checkpoint."""
+
+from softmoe.transfer.branch import branch, plan_branch
+from softmoe.transfer.finetune import locked_config, transfer_config
+from softmoe.transfer.soup import Soup, greedy_soup, soup
+from softmoe.transfer.upcycle import Distance, Upcycled, distance, upcycle
+
+__all__ = [
+    "Distance",
+    "Soup",
+    "Upcycled",
+    "branch",
+    "distance",
+    "greedy_soup",
+    "locked_config",
+    "plan_branch",
+    "soup",
+    "transfer_config",
+    "upcycle",
+]

@@ -1,0 +1,59 @@
+"""From one trained model to the start of another run: other classes, another image size, the same slots.
+
+    config = transfer_config(recipe, "models/soft_s16", image_size=384)     the recipe, for that model's shape
+    train(config)
+
+Slots are learned vectors that do not know the number of tokens, so they are kept as they are: with more tokens per
+image a Soft MoE costs less than its dense twin.
+"""
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+from softmoe.convert.files import read_model
+from softmoe.models import ViTConfig
+from softmoe.models.variants import SIZES
+from softmoe.storage import open_saved
+from softmoe.train.config import ModelSection, TrainConfig
+
+
+def transfer_config(
+    config: TrainConfig, weights: str | Path, *, image_size: int | tuple[int, int] | None = None
+) -> TrainConfig:
+    """`config` with the shape and the weights of a saved model, for images of this size (None: the model's)."""
+    shape = read_model(weights, device="meta").config
+    size = shape.image_size if image_size is None else image_size
+    return replace(
+        config,
+        model=replace(section_of(shape), weights=str(weights), new_head=config.model.new_head),
+        data=replace(config.data, transform=replace(config.data.transform, image_size=size)),
+    )
+
+
+def locked_config(config: TrainConfig, image: str | Path) -> TrainConfig:
+    """`config`, a recipe with a text tower, for the image tower of a saved model, and images as that was saved with."""
+    if config.text.size is None:
+        raise ValueError("--image is for recipes with a text tower, such as lit; softmoe finetune starts from a model")
+    config = transfer_config(config, image)
+    config = replace(config, model=replace(config.model, locked=True))
+    if Path(image).is_file():  # others' weights do not tell
+        return config
+    p = open_saved(image).preprocessing
+    height, width = p.image_size
+    size = height if height == width else p.image_size
+    seen = {"image_size": size, "crop": p.crop, "central_ratio": p.central_ratio, "antialias": p.antialias}
+    return replace(config, data=replace(config.data, transform=replace(config.data.transform, **seen)))
+
+
+def section_of(shape: ViTConfig) -> ModelSection:
+    """The settings that resolve to `shape`, whatever the number of classes and the image size of the data."""
+    sizes = (shape.width, shape.depth, shape.mlp_dim, shape.heads)
+    letter = next((letter for letter, known in SIZES.items() if known == sizes), "s")
+    given = {f.name: getattr(shape, f.name) for f in fields(ViTConfig)}
+    moe = given.pop("moe")
+    name = f"vit_{letter}{shape.patch_size}"
+    if moe is not None:
+        given |= moe.to_dict()
+        name = f"{moe.router.name}_{letter}{shape.patch_size}_{moe.num_experts}e"
+    del given["num_classes"], given["image_size"]
+    return ModelSection(name=name).change(**given)
