@@ -237,6 +237,9 @@ def fuzz(arguments: argparse.Namespace) -> Progress:
     total = sum(SHARES.get(name, 1) for name in names)
     wanted = {name: -(-arguments.inputs * SHARES.get(name, 1) // total) for name in names}
     given = {name: progress.done.get(name, 0) for name in names}
+    turn = BATCH * min(
+        max(4, int(arguments.seconds) // 60), 40
+    )  # a child starts in seconds: longer turns in longer runs
     children: list[Child] = []
     lost: dict[str, list[tuple[int, int]]] = {name: [] for name in names}  # what a dead child was to do
 
@@ -275,7 +278,7 @@ def fuzz(arguments: argparse.Namespace) -> Progress:
                     children.remove(child)
                 elif child.span is None:
                     waiting = behind()
-                    starved = waiting not in (None, child.name) and child.made >= 4 * BATCH
+                    starved = waiting not in (None, child.name) and child.made >= turn
                     span = None if starved or child.made >= LIFETIME else next_span(child.name)
                     child.give(span)
                     if span is None:
