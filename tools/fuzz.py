@@ -232,7 +232,7 @@ def fuzz(arguments: argparse.Namespace) -> Progress:
     """Run the sets side by side, so many children as there are cores, until the inputs or the seconds are used up."""
     context = multiprocessing.get_context("spawn")
     progress = Progress.read(arguments.resume, arguments.seed)
-    begun, spent = time.monotonic(), progress.seconds
+    begun, spent, written = time.monotonic(), progress.seconds, 0.0
     names = list(arguments.sets)
     total = sum(SHARES.get(name, 1) for name in names)
     wanted = {name: -(-arguments.inputs * SHARES.get(name, 1) // total) for name in names}
@@ -265,6 +265,10 @@ def fuzz(arguments: argparse.Namespace) -> Progress:
             if not children:
                 break
             multiprocessing.connection.wait([child.link for child in children], timeout=0.5)
+            if time.monotonic() > written + 1:
+                written = time.monotonic()
+                progress.seconds = spent + written - begun
+                progress.write(arguments.resume)
             for child in list(children):
                 for index, outcome in child.results():
                     progress.add(child.name, outcome)
@@ -272,8 +276,6 @@ def fuzz(arguments: argparse.Namespace) -> Progress:
                         keep(arguments, progress, child.name, index, outcome)
                     if outcome.kind in ("crash", "hang") and child.span is not None and index + 1 < child.span[1]:
                         lost[child.name].append((index + 1, child.span[1]))
-                progress.seconds = spent + time.monotonic() - begun
-                progress.write(arguments.resume)
                 if not child.alive:
                     children.remove(child)
                 elif child.span is None:
