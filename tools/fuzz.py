@@ -368,6 +368,7 @@ def main() -> int:
         return replay(arguments.replay, arguments.work)
     if arguments.write:
         return write_case(arguments.write, arguments.work)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the children end too
     progress = fuzz(arguments)
     print(table(progress))
     for key, count in sorted(progress.defects.items()):
