@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 # Bytes are compiled when a module is first used: compiling all of torch takes longer than installing it.
 PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable
 
-.PHONY: install test check format lint types fuzz fuzz-short quickstart bench clean
+.PHONY: install test test-plain check format lint types fuzz fuzz-short quickstart bench clean
 
 install: $(INSTALLED)
 
@@ -23,7 +23,12 @@ $(INSTALLED): $(CORE)
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto
 
-check: format lint types test fuzz-short
+# The same numbers without anything of softmoe.accelerate: what has a plain and a fast form, in a few minutes.
+test-plain: install
+	SOFTMOE_ACCELERATE=off OMP_NUM_THREADS=1 $(BIN)/pytest -n auto tests/accelerate tests/moe tests/models \
+		tests/inference/test_kernel.py tests/inference/test_prepare.py tests/train/test_loop.py tests/train/test_in_backward.py
+
+check: format lint types test test-plain fuzz-short
 
 format: install
 	$(BIN)/ruff format --check .

@@ -56,20 +56,26 @@ def model_verdicts(a: Arguments, run: "RunRecord | None") -> "list[Verdict]":
     from softmoe.evaluate import load
     from softmoe.inspection.collect import layer_results
     from softmoe.inspection.correlation import correlation_summary
-    from softmoe.inspection.doctor import Verdict, examine_layers, examine_machine, examine_parameters
+    from softmoe.inspection.doctor import (
+        Verdict,
+        examine_acceleration,
+        examine_layers,
+        examine_machine,
+        examine_parameters,
+    )
     from softmoe.moe.record import moe_layers
 
     loaded = load(a.model, device=a.device)
     model = loaded.model
     weights = next(model.parameters())
     precision = run.config.precision if run else str(weights.dtype).removeprefix("torch.")
-    machine = examine_machine(precision, weights.device.type)
+    machine = [examine_machine(precision, weights.device.type), examine_acceleration(model)]
     moe = model.config.moe
     if moe is None:
-        return [machine, Verdict("routing", None, "this model has no MoE layers")]
+        return [*machine, Verdict("routing", None, "this model has no MoE layers")]
     summaries = {name: correlation_summary(router) for name, router in moe_layers(model).items()}
     slots = {name: summary for name, summary in summaries.items() if summary is not None}
-    found = [machine, *examine_parameters(slots, moe.num_experts, model.config.tokens)]
+    found = [*machine, *examine_parameters(slots, moe.num_experts, model.config.tokens)]
     try:
         source = images_of(a, run)
     except (ValueError, OSError, ModuleNotFoundError) as error:

@@ -9,6 +9,9 @@ from dataclasses import asdict, dataclass
 from statistics import mean, median
 from typing import Any
 
+from torch import nn
+
+from softmoe import accelerate
 from softmoe.inspection.page import layer_label
 from softmoe.machine import bfloat16_works, safe_instruction_set
 
@@ -179,6 +182,11 @@ def examine_machine(precision: str, device: str) -> Verdict:
         "bfloat16 only where it works",
         f"set precision to float32, or ONEDNN_MAX_CPU_ISA={cap or 'AVX512_CORE'} before python starts",
     )
+
+
+def examine_acceleration(model: nn.Module) -> Verdict:
+    """Say which accelerations this machine has for a model, and why not the others. The model is accelerated by it."""
+    return Verdict("accelerations", False, str(accelerate.apply(model)).removeprefix("accelerate: "))
 
 
 def dead_slots(r: Mapping[str, Any]) -> float:

@@ -143,6 +143,9 @@ def resume(run: Run) -> None:
     )
     if stored is not None:
         changed += differences(stored[0], run.config, step)
+        before = stored[1].pop("accelerate", None)
+        if found and before not in (None, run.acceleration.to_dict()):
+            run.progress.report("the run was begun with other accelerations: numbers go on to rounding, not to the bit")
         changed += [f"{key}: {old} -> {facts.get(key)}" for key, old in stored[1].items() if facts.get(key) != old]
     if changed:
         lines = "\n  ".join(dict.fromkeys(changed))
@@ -152,7 +155,7 @@ def resume(run: Run) -> None:
         )
     run.team.wait()  # all have read the folder
     if run.team.leads:
-        run.folder.begin(run.config, facts)
+        run.folder.begin(run.config, facts | {"accelerate": run.acceleration.to_dict()})
     if found is not None:
         restore(run, found)
         run.progress.report(f"resuming {run.folder.path} at step {step} of {run.config.steps}")

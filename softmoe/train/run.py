@@ -79,6 +79,8 @@ class Run:
     optimizer: torch.optim.Optimizer
     in_backward: InBackward | None
     """Where the optimizer does its work during the backward pass."""
+    acceleration: accelerate.Report
+    """What is put on the model from outside: the last places of all numbers depend on it."""
     schedule: Schedule
     objective: Objective
     evaluators: Mapping[str, Evaluator]
@@ -141,7 +143,8 @@ def build(
     recording = Recording(model)  # before compiling, which looks at the hooks
     average = None if config.ema is None else Average(model, config.ema, twin)  # a copy, before any hook
     optimizer = make_optimizer(model, config.optim, locked=config.model.locked)
-    progress.report(str(accelerate.apply(model, optimizer)))
+    report = accelerate.apply(model, optimizer)
+    progress.report(str(report))
     if objective is None:
         objective = contrastive(config, data) if isinstance(model, TwoTower) else make_objective(config.objective)
     return Run(
@@ -153,6 +156,7 @@ def build(
         average=average,
         optimizer=optimizer,
         in_backward=InBackward(optimizer) if config.optim.in_backward else None,
+        acceleration=report,
         schedule=make_schedule(config.schedule, config.steps),
         objective=objective,
         evaluators=evaluators or {"val": default_evaluator(config, objective)},

@@ -86,6 +86,7 @@ def test_built_once(tmp_path, monkeypatch):
 def test_without_a_compiler(variables, message, tmp_path, monkeypatch):
     """Layers work all the same, and the reason is there to be read."""
     monkeypatch.setenv("SOFTMOE_CACHE", str(tmp_path))
+    monkeypatch.delenv("SOFTMOE_ACCELERATE", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     KERNEL.forget()
