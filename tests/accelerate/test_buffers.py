@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from softmoe.accelerate import apply, buffers
+from softmoe.accelerate import apply, buffers, build
 from softmoe.accelerate.buffers import GradientBuffers, InBackward
 from softmoe.accelerate.optimizer import KERNEL, CompactAdamW
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
@@ -18,6 +18,9 @@ from softmoe.train.config import OptimSection
 from softmoe.train.optim import gradients, make_optimizer, set_learning_rate
 
 INSIDE = {"optim.in_backward": True, "optim.clip_norm": None}
+
+
+needs_accelerations = pytest.mark.skipif(build.turned_off(), reason="turned off by SOFTMOE_ACCELERATE")
 
 
 @pytest.fixture(params=[1, 1 << 30], ids=["one by one", "all at the end"])
@@ -50,6 +53,7 @@ def test_gradients_go_when_they_are_used(limit: int) -> None:
     assert not gradients(optimizer)
 
 
+@needs_accelerations
 def test_experts_gradients_use_their_memory_again() -> None:
     """The second pass writes the experts' gradients where those of the first lay; values are those of a fresh model."""
     model, twin = small(), small()
@@ -176,6 +180,7 @@ def test_memory_that_is_still_used_is_waited_for() -> None:
     assert pool.acquire(one.detach()).data_ptr() == places[1]
 
 
+@needs_accelerations
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
