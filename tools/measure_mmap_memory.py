@@ -20,7 +20,7 @@ softmoe.save_pretrained(softmoe.create_model("soft_s16_8e", num_experts=int(sys.
 """
 RUN = """
 import json, sys, threading, time, torch, softmoe
-from softmoe.inference.mapped import open_mapped
+from softmoe.inference import open_mapped
 
 def memory():
     rows = (line.split() for line in open("/proc/self/status"))

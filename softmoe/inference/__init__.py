@@ -1,7 +1,6 @@
-"""A trained model -> a fast one: folded routers, experts in few bits, models larger than memory, export, service."""
+"""A trained model becomes a fast one: folded routers, experts in few bits, mapped weights, export and a service."""
 
-from softmoe.inference.mapped import open_mapped
-from softmoe.inference.packed import WEIGHTS, Storage, Weights
-from softmoe.inference.prepare import prepare
+from softmoe.inference.layers import WEIGHTS, Storage, Weights
+from softmoe.inference.prepare import open_mapped, prepare
 
 __all__ = ["WEIGHTS", "Storage", "Weights", "open_mapped", "prepare"]

@@ -1,4 +1,4 @@
-"""A model as one file that runs without softmoe: torch.export, ONNX, or a compiled AOTInductor package.
+"""A model is written as one file that runs without softmoe: torch.export, ONNX, or a compiled AOTInductor package.
 
 Soft MoE is the MoE that exports: static shapes, no sorting, no dropped tokens, only products and softmaxes. The file
 is run after it was written, at two batch sizes, and compared with the model; one that differs is not left behind.
@@ -35,7 +35,7 @@ _ONNX_LIMIT = 1_500_000_000  # bytes; an ONNX file holds less than 2 GB, larger 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, and how far its outputs are from the model's."""
+    """A file that was written, and how far its outputs are from the model's."""
 
     path: Path
     format: str

@@ -1,4 +1,4 @@
-"""Products with stacked weights of few bits, by packed.cpp.
+"""Stacked weights of few bits are multiplied by packed.cpp.
 
 Without it everything falls back to torch's products, which compute the same more slowly.
 """
@@ -49,13 +49,13 @@ KERNEL = Kernel("packed", self_test)
 
 @torch.library.custom_op("softmoe::packed_product", mutates_args=(), device_types="cpu")
 def packed_product(x_NSK: Tensor, packed_NQKE: Tensor, scale_NC: Tensor | None, bias_NC: Tensor) -> Tensor:
-    """(x @ w) * scale + bias for stacked weights in panels. An operator of torch's, so that torch.compile takes it."""
+    """Compute (x @ w) * scale + bias for weights in panels. An operator of torch's, so that torch.compile takes it."""
     return product(KERNEL.library, x_NSK.contiguous(), packed_NQKE, scale_NC, bias_NC)
 
 
 @cache
 def has_bytes() -> bool:
-    """Whether the processor multiplies bytes (AVX-512 VNNI)."""
+    """Tell if the processor multiplies bytes (AVX-512 VNNI)."""
     if not KERNEL.available:
         return False
     x, w, ones = torch.zeros(1, 1, 4), torch.zeros(1, 1, 4 * PANEL, dtype=torch.int8), torch.ones(1, 1)
@@ -77,7 +77,7 @@ def _call_bytes(x_NSK: Tensor, packed: Tensor, scale_NC: Tensor, sums_NC: Tensor
 
 @torch.library.custom_op("softmoe::byte_product", mutates_args=(), device_types="cpu")
 def byte_product(x_NSK: Tensor, packed: Tensor, scale_NC: Tensor, sums_NC: Tensor, bias_NC: Tensor) -> Tensor:
-    """As packed_product for int8 weights, with every row of x rounded to bytes too."""
+    """Compute packed_product for int8 weights with every row of x rounded to bytes too."""
     y_NSC = _call_bytes(x_NSK.contiguous(), packed, scale_NC, sums_NC, bias_NC)
     assert y_NSC is not None, "asked for on a processor that has no such product"
     return y_NSC

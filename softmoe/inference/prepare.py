@@ -1,23 +1,31 @@
-"""A trained model -> a fast one that only infers.
+"""A trained model becomes a fast one that only infers.
 
 What is replaced: Soft routers by ones with folded slot vectors, experts by packed ones, dropout by nothing. All else
 is copied as it is. Every MoE layer's experts are tried on random rows against the original's, so that a layer that
 would come out wrong is refused when the model is prepared and not noticed when it is used.
+
+A model larger than the memory stays in its file. A loaded model's weights are mapped from the file already; pages are
+read when a product first touches them, and since they are never written to, the system may drop them at any time and
+read them again. So that it need not guess which ones, each block's pages are let go as soon as the block is done: a
+run never holds more of the weights than one block, on top of a few activations, and is as fast as the disk (or as the
+file cache, if the file fits).
 """
 
 import copy
+import ctypes
+import mmap
+import sys
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from softmoe.accelerate.guards import is_exactly, plain_class
 from softmoe.inference import kernel
-from softmoe.inference.dynamic import ByteDense
-from softmoe.inference.experts import PreparedExperts
-from softmoe.inference.packed import WEIGHTS, Weights
-from softmoe.inference.routers import PreparedSoftRouter
+from softmoe.inference.layers import WEIGHTS, ByteDense, PreparedExperts, PreparedSoftRouter, Weights
+from softmoe.models import VisionTransformer
 from softmoe.models.transformer import MLP, Attention, Block
 from softmoe.moe import (
     Experts,
@@ -32,6 +40,7 @@ from softmoe.moe import (
     UniformRouter,
     UniformSoftRouter,
 )
+from softmoe.storage import from_pretrained
 
 LARGEST_ERROR: dict[str, float] = {
     "float32": 1e-4,
@@ -55,7 +64,7 @@ _ROUTERS = (
 
 
 def prepare(model: Model, weights: Weights = "float32", *, copy_weights: bool = True) -> Model:
-    """A new module for inference only; the original is not touched and shares no memory with it.
+    """Make a new module for inference only; the original is not touched and shares no memory with it.
 
     `model` is a ViT, one MoE layer, or any module that holds such layers, in evaluation mode and float32. `weights` is
     how experts are stored: float16 and bfloat16 in half, int8 in a quarter of the memory (and of the time, where that
@@ -90,8 +99,19 @@ def prepare(model: Model, weights: Weights = "float32", *, copy_weights: bool = 
     return made.requires_grad_(False).eval() if copy_weights else made.eval()
 
 
+def open_mapped(where: str | Path, *, verify: bool = False) -> VisionTransformer:
+    """Load the model of a saved folder or a run for inference on the CPU in float32, of any size.
+
+    `verify=True` reads the whole file first to check its sum; names, shapes and types are checked in any case.
+    """
+    model = prepare(from_pretrained(where, verify=verify), copy_weights=False)
+    for block in model.encoder.blocks:
+        block.register_forward_hook(_let_go)
+    return model
+
+
 def check(model: nn.Module, weights: Weights) -> None:
-    """ValueError unless every part that will be replaced, and every part around it, is one whose meaning is known."""
+    """Refuse a model unless every part that will be replaced, and every part around it, is of a known meaning."""
     if model.training:
         raise ValueError("a model in training mode cannot be prepared: call model.eval() first")
     if any(tensor.is_meta for tensor in _tensors(model)):
@@ -120,7 +140,7 @@ def check(model: nn.Module, weights: Weights) -> None:
 
 
 def compare(path: str, plain: Experts, prepared: nn.Module, weights: Weights) -> None:
-    """Both on the same random rows, two for each expert."""
+    """Refuse experts that differ too much from the plain ones on the same random rows, two for each expert."""
     N, D = plain.num_experts, plain.dim
     rows_NSD = torch.randn(N, 2, D, generator=torch.Generator().manual_seed(0)).to(plain.b1.device)
     with torch.inference_mode():
@@ -137,7 +157,7 @@ def compare(path: str, plain: Experts, prepared: nn.Module, weights: Weights) ->
 
 
 def _dense(block: Block) -> Iterator[tuple[str, nn.Linear]]:
-    """The linears of a block whose inside is known."""
+    """Yield the linears of a block whose inside is known."""
     if is_exactly(block.attention, Attention):
         yield from (("attention.qkv", block.attention.qkv), ("attention.out", block.attention.out))
     if type(block.mlp) is MLP:
@@ -145,7 +165,7 @@ def _dense(block: Block) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def _packs(experts: Experts) -> bool:
-    """float32 weights are worth another layout only where the compiled product reads it."""
+    """Tell if the compiled product is there: float32 weights are worth another layout only for it."""
     return experts.w1.device.type == "cpu" and kernel.KERNEL.available
 
 
@@ -159,3 +179,32 @@ def _named(path: str, make: Callable[..., nn.Module], module: nn.Module, *argume
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
     yield from model.parameters()
     yield from model.buffers()
+
+
+def _let_go(module: nn.Module, _inputs: Any, _output: Any) -> None:
+    """Give the pages of a module's weights back, those that are nothing but a file's."""
+    if not sys.platform.startswith("linux"):
+        return  # elsewhere the system drops pages on its own when it needs them
+    files = list(_mapped_files())
+    for tensor in module.parameters():
+        for start, end in files:
+            if start <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= end:
+                _drop(tensor)
+
+
+def _drop(tensor: Tensor) -> None:
+    """Give whole pages back: the first and the last may hold a neighbor's numbers."""
+    page = mmap.PAGESIZE
+    start = -(-tensor.data_ptr() // page) * page
+    end = (tensor.data_ptr() + tensor.nbytes) // page * page
+    if end > start:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
+
+
+def _mapped_files() -> Iterator[tuple[int, int]]:
+    """Yield where weight files lie in this process's memory: dropping any other memory would lose it."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and fields[5].endswith(".safetensors"):
+            start, end = fields[0].split("-")
+            yield int(start, 16), int(end, 16)

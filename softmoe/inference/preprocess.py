@@ -1,4 +1,4 @@
-"""Image files -> the input of an exported model, with numpy and Pillow alone.
+"""Image files become the input of an exported model, with numpy and Pillow alone.
 
 Written beside the model by `softmoe export`; it makes the pixels that `softmoe predict` makes. `preprocessing` is what
 the model's .json holds under that name.

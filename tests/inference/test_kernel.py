@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from softmoe.accelerate import build
 from softmoe.inference import kernel
-from softmoe.inference.dynamic import ByteDense, ByteLinear
 from softmoe.inference.kernel import KERNEL
-from softmoe.inference.packed import PackedLinear
+from softmoe.inference.layers import ByteDense, ByteLinear, PackedLinear
 
 needs_compiler = pytest.mark.skipif(not KERNEL.available, reason=f"no compiled product: {KERNEL.why_not()}")
 SHAPES = st.tuples(st.integers(1, 3), st.integers(0, 15), st.integers(1, 9), st.integers(1, 140))

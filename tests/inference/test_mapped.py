@@ -11,11 +11,11 @@ import torch
 from saved_models import tiny
 
 import softmoe
-from softmoe.inference.mapped import open_mapped
+from softmoe.inference import open_mapped
 
 MEASURE = """
 import json, sys, torch, softmoe
-from softmoe.inference.mapped import open_mapped
+from softmoe.inference import open_mapped
 
 def memory(kind):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(kind))

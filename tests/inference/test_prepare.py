@@ -8,9 +8,7 @@ from saved_models import tiny
 from torch import nn
 
 from softmoe.inference import kernel, prepare
-from softmoe.inference.experts import PreparedExperts
-from softmoe.inference.packed import round_to
-from softmoe.inference.routers import PreparedSoftRouter
+from softmoe.inference.layers import PreparedExperts, PreparedSoftRouter, round_to
 from softmoe.moe import Experts, MoE, SoftMoE, SoftRouter
 
 BYTES = pytest.param("int8_dynamic", marks=pytest.mark.skipif(not kernel.has_bytes(), reason="no product of bytes"))

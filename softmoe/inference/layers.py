@@ -1,0 +1,224 @@
+"""Routers and experts for inference alone: folded where tokens do not matter, with weights of few bits.
+
+Letters: B images, M tokens, D width, N experts or matrices, P slots per expert, H hidden width, S slots or rows,
+K inputs (in groups of F = 4 for bytes), C outputs, Q panels of E = 64 outputs.
+
+Two kinds of stacked matrices. In `PackedLinear` only the storage is small: the arithmetic is float32 throughout, so the
+error is that of rounding each weight once, and products of bfloat16, which some processors cannot do, do not occur.
+In `ByteLinear` rows are rounded to 256 steps as they come, and bytes are multiplied with bytes: several times as fast
+at any batch size where the processor can (AVX-512 VNNI), for another rounding about as large as that of the weights.
+int8 has one scale per matrix and output, which is its largest weight over 127.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from softmoe.inference import kernel
+from softmoe.inference.kernel import PANEL
+from softmoe.moe import DenseRouting, Experts, Router, SoftRouter
+from softmoe.moe.experts import make_gelu
+from softmoe.moe.routing import check_tokens, no_autocast, routing_dtype
+from softmoe.moe.soft import EPS, l2_normalize, softmax_over_slots, softmax_over_tokens
+
+WEIGHTS = ("float32", "float16", "bfloat16", "int8", "int8_dynamic")
+Weights = Literal["float32", "float16", "bfloat16", "int8", "int8_dynamic"]
+Storage = Literal["float32", "float16", "bfloat16", "int8", "int8_dynamic", "mapped"]
+"""What commands offer: also float32 left in its file, for models larger than the memory (see `open_mapped`)."""
+
+
+class PreparedSoftRouter(Router):
+    """Routes as `SoftRouter` in evaluation mode. Slot vectors are normalized and scaled when it is made; a
+    token's length divides its logits instead of its D numbers."""
+
+    def __init__(self, router: SoftRouter):
+        super().__init__(router.dim, router.num_experts)
+        self.slots_per_expert = router.slots_per_expert
+        self.normalize = router.scale is not None
+        with torch.no_grad():
+            slots_DS = router.phi.to(routing_dtype(router.phi.dtype)).flatten(1)
+            if router.scale is not None:
+                slots_DS = l2_normalize(slots_DS, dim=0) * router.scale.to(slots_DS.dtype)
+        if not slots_DS.isfinite().all():
+            raise ValueError("its slot vectors are not finite numbers")
+        self.slots: Tensor
+        self.register_buffer("slots", slots_DS.clone())
+
+    def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> DenseRouting:
+        check_tokens(x_BMD, mask, self.dim)
+        with no_autocast(x_BMD):
+            tokens_BMD = x_BMD.to(self.slots.dtype)
+            logits_BMS = tokens_BMD @ self.slots
+            if self.normalize:
+                logits_BMS = logits_BMS * torch.rsqrt(tokens_BMD.square().sum(-1, keepdim=True) + EPS)
+        logits_BMNP = logits_BMS.unflatten(2, (self.num_experts, self.slots_per_expert))
+        return DenseRouting(softmax_over_tokens(logits_BMNP, mask), softmax_over_slots(logits_BMNP, mask))
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, num_experts={self.num_experts}, slots_per_expert={self.slots_per_expert}"
+
+
+class PreparedExperts(nn.Module):
+    """Computes what `Experts` does in evaluation mode, (N, S, D) -> (N, S, D), from weights of fewer bits."""
+
+    def __init__(self, experts: Experts, weights: Weights):
+        super().__init__()
+        N, D, H = experts.num_experts, experts.dim, experts.hidden_dim
+        self.dim, self.hidden_dim, self.num_experts = D, H, N
+        self.activation = experts.activation
+        self.gelu = make_gelu(experts.activation)
+        linear = ByteLinear if weights == "int8_dynamic" else partial(PackedLinear, weights=weights)
+        self.first = linear(lambda n: experts.w1[n], (N, D, H), experts.b1)
+        self.second = linear(lambda n: experts.w2[n].T, (N, H, D), experts.b2)
+
+    def forward(self, x_NSD: Tensor) -> Tensor:
+        if x_NSD.ndim != 3 or x_NSD.shape[0] != self.num_experts or x_NSD.shape[2] != self.dim:
+            raise ValueError(
+                f"expected slots of shape ({self.num_experts}, rows, {self.dim}), got {tuple(x_NSD.shape)}"
+            )
+        active_NSH = self.gelu(self.first(x_NSD))
+        return self.second(active_NSH)
+
+
+class PackedLinear(nn.Module):
+    """Multiplies x @ w + b, (N, S, K) -> (N, S, C), each matrix with its own rows. `get(n)` gives matrix n as (K, C).
+
+    Matrices are asked for one at a time and once, so a stack that lies in a file is never in memory as a whole.
+    """
+
+    def __init__(self, get: Callable[[int], Tensor], shape: tuple[int, int, int], bias: Tensor, weights: Weights):
+        super().__init__()
+        kernel.KERNEL.why_not()  # built now, not while a compiler traces the first call
+        N, K, C = self.shape = shape
+        Q = -(-C // PANEL)
+        dtype: torch.dtype = getattr(torch, weights)
+        packed_NQKE = torch.zeros(N, Q, K, PANEL, dtype=dtype, device=bias.device)
+        scale_NC = torch.ones(N, C, device=bias.device) if weights == "int8" else None
+        for n in range(N):
+            rounded_KC, scale_C = round_to(get(n).detach().float(), dtype)
+            if scale_NC is not None and scale_C is not None:
+                scale_NC[n] = scale_C
+            whole = C // PANEL * PANEL
+            packed_NQKE[n, : C // PANEL] = rounded_KC[:, :whole].unflatten(1, (-1, PANEL)).transpose(0, 1)
+            if whole < C:
+                packed_NQKE[n, -1, :, : C - whole] = rounded_KC[:, whole:]
+        self.packed: Tensor
+        self.scale: Tensor | None
+        self.bias: Tensor
+        self.register_buffer("packed", packed_NQKE)
+        self.register_buffer("scale", scale_NC)
+        self.register_buffer("bias", bias.detach().float().clone())
+
+    def forward(self, x_NSK: Tensor) -> Tensor:
+        refuse_gradients(x_NSK)
+        x_NSK = x_NSK.float()
+        if x_NSK.device.type == "cpu" and kernel.KERNEL.available:
+            return kernel.packed_product(x_NSK, self.packed, self.scale, self.bias)
+        return self.one_by_one(x_NSK)
+
+    def one_by_one(self, x_NSK: Tensor) -> Tensor:
+        """Multiply by torch: each matrix becomes float32 in one buffer, is used, and gives way to the next."""
+        N, K, C = self.shape
+        buffer_QKE = torch.empty(self.packed.shape[1:], device=x_NSK.device)
+        outputs = []
+        for n in range(N):
+            buffer_QKE.copy_(self.packed[n])
+            y_SC = (x_NSK[n] @ buffer_QKE).transpose(0, 1).flatten(1)[:, :C]
+            outputs.append(
+                torch.addcmul(self.bias[n], y_SC, self.scale[n]) if self.scale is not None else y_SC + self.bias[n]
+            )
+        return torch.stack(outputs)
+
+    def matrix(self, n: int) -> Tensor:
+        """Return matrix n, (K, C), as it is used, after rounding."""
+        w_KC = self.packed[n].float().transpose(0, 1).flatten(1)[:, : self.shape[2]]
+        return w_KC if self.scale is None else w_KC * self.scale[n]
+
+    def extra_repr(self) -> str:
+        N, K, C = self.shape
+        return f"{K}, {C}, matrices={N}, weights={self.packed.dtype}".replace("torch.", "")
+
+
+class ByteLinear(nn.Module):
+    """Multiplies as `PackedLinear`, int8 with int8."""
+
+    def __init__(self, get: Callable[[int], Tensor], shape: tuple[int, int, int], bias: Tensor):
+        super().__init__()
+        if bias.device.type != "cpu" or not kernel.has_bytes():
+            why = kernel.KERNEL.why_not() or "this processor (or device) has no product of bytes"
+            raise ValueError(f"int8_dynamic needs the compiled product and AVX-512 VNNI, but {why}; use int8")
+        N, K, C = self.shape = shape
+        groups, Q = -(-K // 4), -(-C // PANEL)
+        packed = torch.zeros(N, Q, groups, PANEL, 4, dtype=torch.int8)
+        scale_NC, sums_NC = torch.empty(N, C), torch.empty(N, C)
+        for n in range(N):
+            rounded_KC, scale_C = round_to(get(n).detach().float(), torch.int8)
+            assert scale_C is not None
+            scale_NC[n], sums_NC[n] = scale_C, rounded_KC.sum(0)
+            padded_KC = F.pad(rounded_KC, (0, Q * PANEL - C, 0, 4 * groups - K))
+            packed[n] = padded_KC.view(groups, 4, Q, PANEL).permute(2, 0, 3, 1)
+        self.packed: Tensor
+        self.scale: Tensor
+        self.sums: Tensor
+        self.bias: Tensor
+        self.register_buffer("packed", packed)
+        self.register_buffer("scale", scale_NC)
+        self.register_buffer("sums", sums_NC)
+        self.register_buffer("bias", bias.detach().float().clone())
+
+    def forward(self, x_NSK: Tensor) -> Tensor:
+        refuse_gradients(x_NSK)
+        short = -self.shape[1] % 4
+        x_NSK = x_NSK.float()
+        if short:  # with the row's own last number: zeros might widen its range; their weights are zero
+            x_NSK = torch.cat([x_NSK, x_NSK[..., -1:].expand(-1, -1, short)], -1)
+        return kernel.byte_product(x_NSK, self.packed, self.scale, self.sums, self.bias)
+
+    def matrix(self, n: int) -> Tensor:
+        """Return matrix n, (K, C), as it is used, after rounding."""
+        _, K, C = self.shape
+        return self.packed[n].permute(1, 3, 0, 2).flatten(2).flatten(0, 1)[:K, :C] * self.scale[n]
+
+    def extra_repr(self) -> str:
+        N, K, C = self.shape
+        return f"{K}, {C}, matrices={N}"
+
+
+class ByteDense(nn.Module):
+    """Takes the place of an nn.Linear: (..., K) -> (..., C) in bytes."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        K, C = linear.in_features, linear.out_features
+        bias = torch.zeros(C) if linear.bias is None else linear.bias
+        self.stack = ByteLinear(lambda _: linear.weight.T, (1, K, C), bias.unsqueeze(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.stack(x.flatten(0, -2).unsqueeze(0)).view(*x.shape[:-1], self.stack.shape[2])
+
+
+def round_to(w_KC: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Return the weights in `dtype`, and for int8 the scale of each output. ValueError for what it cannot hold."""
+    if not w_KC.isfinite().all():
+        raise ValueError("it has weights that are not finite numbers")
+    if dtype != torch.int8:
+        rounded_KC = w_KC.to(dtype)
+        if not rounded_KC.isfinite().all():
+            raise ValueError(
+                f"it has weights up to {w_KC.abs().max():.3g}, which {dtype} cannot hold".replace("torch.", "")
+            )
+        return rounded_KC, None
+    largest_C = w_KC.abs().amax(0)
+    scale_C = torch.where(largest_C > 0, largest_C, 127.0) / 127.0
+    # a scale may round to zero if all weights are next to nothing; such weights are nothing
+    scale_C = torch.where(scale_C > 0, scale_C, 1.0)
+    return (w_KC / scale_C).round().clamp(-127, 127).to(torch.int8), scale_C
+
+
+def refuse_gradients(x: Tensor) -> None:
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError("a prepared model gives no gradients: use the original one, or torch.no_grad()")
