@@ -1,4 +1,4 @@
-"""Requests that come one by one, answered in batches.
+"""Requests that come one by one are answered in batches, and counted.
 
 A thread takes what waits, up to a full batch; if less than that waits, it gives others a moment to come. No more may
 wait than can be answered in time: whoever comes beyond that is told so at once.
@@ -6,10 +6,12 @@ wait than can be answered in time: whoever comes beyond that is told so at once.
 
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)  # upper ends of the histogram
 
 Question = TypeVar("Question")
 Reply = TypeVar("Reply")
@@ -24,7 +26,7 @@ class Closed(Exception):
 
 
 class Batcher(Generic[Question, Reply]):
-    """`answer` gets up to `max_batch` questions and returns as many replies; it runs in one thread."""
+    """One thread calls `answer` with up to `max_batch` questions; it returns as many replies."""
 
     def __init__(
         self,
@@ -53,7 +55,7 @@ class Batcher(Generic[Question, Reply]):
         return len(self._waiting)
 
     def submit(self, question: Question) -> "Future[Reply]":
-        """A promise of the reply. One that is cancelled before its batch begins costs nothing."""
+        """Promise the reply. A question that is cancelled before its batch begins costs nothing."""
         future: Future[Reply] = Future()
         with self._changed:
             if self._closed:
@@ -90,7 +92,7 @@ class Batcher(Generic[Question, Reply]):
                 future.set_result(reply)
 
     def _next(self) -> list[tuple[Question, "Future[Reply]"]]:
-        """The next batch; empty when all is done."""
+        """Wait for the next batch; empty when all is done."""
         batch: list[tuple[Any, Future[Any]]] = []
         with self._changed:
             while not batch:
@@ -108,3 +110,36 @@ class Batcher(Generic[Question, Reply]):
                     if future.set_running_or_notify_cancel():
                         batch.append((question, future))
         return batch
+
+
+class Metrics:
+    """Counts requests by path and status, and how long they took, in the text format of Prometheus."""
+
+    def __init__(self) -> None:
+        self._requests: Counter[tuple[str, int]] = Counter()
+        self._buckets = [0] * len(SECONDS)
+        self._sum, self._count = 0.0, 0
+
+    def add(self, path: str, status: int, seconds: float) -> None:
+        self._requests[path, status] += 1
+        if status != 200:
+            return
+        self._sum += seconds
+        self._count += 1
+        for index, limit in enumerate(SECONDS):
+            self._buckets[index] += seconds <= limit
+
+    def text(self, gauges: Mapping[str, float], counters: Mapping[str, float]) -> str:
+        """All counts, with values that others keep."""
+        lines = ["# TYPE softmoe_requests_total counter"]
+        for (path, status), count in sorted(self._requests.items()):
+            lines.append(f'softmoe_requests_total{{path="{path}",status="{status}"}} {count}')
+        lines.append("# TYPE softmoe_request_seconds histogram")
+        for limit, count in zip(SECONDS, self._buckets, strict=True):
+            lines.append(f'softmoe_request_seconds_bucket{{le="{limit}"}} {count}')
+        lines.append(f'softmoe_request_seconds_bucket{{le="+Inf"}} {self._count}')
+        lines += [f"softmoe_request_seconds_sum {self._sum}", f"softmoe_request_seconds_count {self._count}"]
+        for kind, values in (("gauge", gauges), ("counter", counters)):
+            for name, value in values.items():
+                lines += [f"# TYPE softmoe_{name} {kind}", f"softmoe_{name} {value}"]
+        return "\n".join(lines) + "\n"

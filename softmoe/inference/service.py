@@ -1,4 +1,4 @@
-"""A small HTTP service: an image in, classes or an embedding out.
+"""A small HTTP service takes an image and answers with classes or an embedding.
 
     POST /classify   the image file, or multipart/form-data with one file -> {"classes": [{"class", "probability"}]}
     POST /embed      the same -> {"embedding": [...]}
@@ -13,14 +13,14 @@ or ending. How bodies become questions and questions answers is handed in; conne
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Protocol
 
-from softmoe.inference.batching import Batcher, Closed, Overloaded
-from softmoe.inference.metrics import Metrics
+from softmoe.inference.batching import Batcher, Closed, Metrics, Overloaded
 
 try:
     import python_multipart  # noqa: F401  # used by the decoders
@@ -69,7 +69,7 @@ class Limits:
 
 
 class Refused(Exception):
-    """An answer other than 200."""
+    """A request gets an answer other than 200."""
 
     def __init__(self, status: int, reason: str):
         super().__init__(reason)
@@ -89,8 +89,8 @@ class Reader(Protocol):
 
 
 class Service:
-    """`reader` makes a question of a body, `ask` answers a batch of questions, and `show` turns an answer into JSON
-    values for a path, by name. `app` is the ASGI application."""
+    """Answers requests: `reader` makes a question of a body, `ask` answers a batch of questions, and `show` turns an
+    answer into JSON values for a path, by name. `app` is the ASGI application."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Service:
         self.ending = False
         self.ended = False
         """Closed, with nothing left at work."""
-        self.present = 0
+        self._places: dict[asyncio.Timeout, str] = {}  # requests that are decoded or answered, and their addresses
         self._complete = 0  # bytes of bodies that wait to be decoded
         self._arriving: dict[asyncio.Timeout, int] = {}  # bytes of bodies that still come
         self._under_way: set[asyncio.Timeout] = set()
@@ -127,8 +127,13 @@ class Service:
         self.close()
 
     @property
+    def present(self) -> int:
+        """Count the requests that have a place."""
+        return len(self._places)
+
+    @property
     def held(self) -> int:
-        """Bytes of bodies in memory."""
+        """Count the bytes of bodies in memory."""
         return self._complete + sum(self._arriving.values())
 
     def close(self) -> None:
@@ -151,7 +156,7 @@ class Service:
         try:
             async with limit:
                 self._under_way.add(limit)
-                reply = await self._reply(request)
+                reply = await self._reply(request, limit)
             response: Response = JSONResponse(self.show[name](reply))
         except Refused as refused:
             response = _refusal(refused.status, refused.reason)
@@ -168,24 +173,24 @@ class Service:
         self.metrics.add(f"/{name}", response.status_code, time.monotonic() - begun)
         return response
 
-    async def _reply(self, request: Request) -> Any:
-        self._check_places()
+    async def _reply(self, request: Request, limit: asyncio.Timeout) -> Any:
+        address = request.client.host if request.client else ""
+        self._find_place(address)
         async with self._body(request) as body:
-            self._check_places()
-            self.present += 1  # from here on a request costs processor time
+            self._take_place(limit, address)  # from here on a request costs processor time
             try:
                 reading = self.reader.read(body, request.headers.get("content-type", ""))
                 question = await _while_connected(request, reading)
             except ValueError as error:
-                self.present -= 1
+                self._places.pop(limit, None)
                 raise Refused(getattr(error, "status", 400), str(error)) from error
             except BaseException:
-                self.present -= 1
+                self._leave_place(limit)
                 raise
         try:
             return await _while_connected(request, self._ask(question))
         finally:
-            self.present -= 1
+            self._leave_place(limit)
 
     async def _ask(self, question: Any) -> Any:
         try:
@@ -195,15 +200,36 @@ class Service:
         except Closed as error:
             raise Refused(503, "the service is ending") from error
 
-    def _check_places(self) -> None:
+    def _find_place(self, address: str) -> asyncio.Timeout | None:
+        """Refuse the request if there is no place for it. If it would take another's place, that one's time limit.
+
+        Places are shared among addresses: while one has fewer than another it gets its place from that one, so that a
+        flood from one address keeps only that address out.
+        """
         if self.ending:
             raise Refused(503, "the service is ending")
-        if self.present >= self.limits.max_waiting + self.limits.max_batch:
+        if self.present < self.limits.max_waiting + self.limits.max_batch:
+            return None
+        counts = Counter(self._places.values())
+        greediest, most = counts.most_common(1)[0]
+        if most <= counts[address] + 1:
+            raise Refused(503, "too many requests wait: try again later")
+        return next(limit for limit in reversed(self._places) if self._places[limit] == greediest)
+
+    def _take_place(self, limit: asyncio.Timeout, address: str) -> None:
+        if (other := self._find_place(address)) is not None:
+            del self._places[other]
+            if not other.expired():
+                other.reschedule(asyncio.get_running_loop().time())
+        self._places[limit] = address
+
+    def _leave_place(self, limit: asyncio.Timeout) -> None:
+        if self._places.pop(limit, None) is None:
             raise Refused(503, "too many requests wait: try again later")
 
     @asynccontextmanager
     async def _body(self, request: Request) -> AsyncIterator[bytearray]:
-        """The whole body, or a refusal. It counts as held until it is let go.
+        """Read the whole body, or refuse it. It counts as held until it is let go.
 
         What is refused early is still read, and dropped, by the server: a client that is still sending would otherwise
         see a broken connection instead of the answer.
@@ -272,7 +298,7 @@ class Service:
 
 
 async def _while_connected(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of `work`, which is cancelled when the client goes away."""
+    """Return the result of `work`, which is cancelled when the client goes away."""
     task, gone = asyncio.create_task(work), asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -290,7 +316,7 @@ def _refusal(status: int, reason: str) -> Response:
 
 
 async def _plain(request: Request, error: Exception) -> Response:
-    """404 and 405 in the same form as all others."""
+    """Answer 404 and 405 in the same form as all others."""
     status = getattr(error, "status_code", 404)
     reason = "use POST with an image as the body" if status == 405 else "there are /classify, /embed, /health, /metrics"
     return JSONResponse({"error": reason}, status)

@@ -15,9 +15,11 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 from softmoe.inference.service import Limits, Service
@@ -32,6 +34,7 @@ BACKLOG = 128  # connections that the system may hold before they are taken, and
 _FILES = BACKLOG + 64  # open files that are not connections kept
 _READ_SIZE = 65_536  # bytes; asyncio's own 262,144 in chunks of one byte keep the event loop busy for seconds
 _HEADER_BYTES = 16_384
+_CLOSING = 2.0  # seconds, after those for requests under way, until the process ends whatever it does
 
 
 class Connection(H11Protocol):
@@ -104,7 +107,8 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """A server of `service`. Told to end, it gives requests under way a moment; then they are refused."""
+    """Serves `service`. Told to end, it gives requests under way a moment; then they are refused, and at last the
+    process ends, were even the event loop stuck."""
 
     def __init__(self, service: Service):
         limits = replace(service.limits, connections=possible_connections(service.limits.connections))
@@ -122,11 +126,18 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self.service = service
+        self.deadline = threading.Timer(limits.ending + _CLOSING, exit_now, [service])
+        self.deadline.daemon = True
         self._silent_until = 0.0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().set_exception_handler(self._report)
         await super().startup(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if not self.should_exit:
+            self.deadline.start()
+        super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.service.end()
@@ -142,7 +153,7 @@ class Server(uvicorn.Server):
 
 
 def possible_connections(wanted: int) -> int:
-    """As many connections as the limit of open files allows, after raising it as far as the system lets us."""
+    """Return as many connections as the limit of open files allows, after raising it as far as the system lets us."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted + _FILES:
         soft = wanted + _FILES if hard == resource.RLIM_INFINITY else min(wanted + _FILES, hard)
@@ -170,7 +181,14 @@ def serve(service: Service, host: str, port: int, started: Callable[[str], None]
     started(f"http://{host}:{listener.getsockname()[1]}")
     with listener:
         server.run(sockets=[listener])
+    server.deadline.cancel()
     if not service.ended:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        exit_now(service)
+
+
+def exit_now(service: Service) -> None:
+    """End the process and its decoders, whatever the other threads do."""
+    service.reader.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -134,6 +134,34 @@ def test_forms_are_parsed_by_the_decoders():
         assert (status, b"16 parts" in text) == (400, True)
 
 
+def test_addresses_share_the_places():
+    """An address that holds all places gives some to one that has none: its newest request gets 503 instead."""
+    gate = threading.Event()
+
+    def slow(questions: list[bytes]) -> list[bytes]:
+        gate.wait()
+        return questions
+
+    with served(slow, max_batch=1, max_wait=0.0, max_waiting=3, timeout=300.0) as (port, service):
+        flood = []
+        for count in range(1, 5):
+            flood.append(later(ask, port, "/classify", b"b'flood'"))
+            wait_until(lambda count=count: service.present == count)
+        assert ask(port, "/classify", b"b'flood'")[0] == 503
+        others = []
+        for count in (1, 2):
+            others.append(later(lambda: ask(port, "/classify", b"b'good'", **{"X-Forwarded-For": "192.0.2.1"})))
+            wait_until(lambda count=count: list(service._places.values()).count("192.0.2.1") == count)
+        assert ask(port, "/classify", b"b'good'", **{"X-Forwarded-For": "192.0.2.1"})[0] == 503  # two and two: even
+        gate.set()
+        for thread, _ in flood + others:
+            thread.join()
+        assert [found[0][0] for _, found in flood] == [200, 200, 503, 503]
+        assert [found for _, found in others] == [[(200, b'{"said":"good"}')]] * 2
+        assert b"too many requests wait" in flood[3][1][0][1]
+        assert service.present == 0
+
+
 def test_half_sent_bodies():
     """A body that comes to a halt gets 408, all bodies together hold no more than allowed, and others are answered."""
     limits = {"max_bytes": 1_000_000, "max_held_bytes": 2_000_000, "body_idle": 3.0, "keep_alive": 1.0, "header": 1.0}
@@ -225,8 +253,15 @@ def model(questions):
         time.sleep(600)
     return questions
 
-service = Service(Decoders(eval), model, {"classify": lambda a: {"said": a.decode()}}, limits=Limits(max_batch=1))
+def show(answer):
+    if answer == b"loop":
+        print("the event loop is stuck", flush=True)
+        time.sleep(600)
+    return {"said": answer.decode()}
+
+service = Service(Decoders(eval), model, {"classify": show}, limits=Limits(max_batch=1))
 serve(service, "127.0.0.1", 0, lambda address: print(address, flush=True))
+print("returned", flush=True)
 """
 
 
@@ -260,7 +295,30 @@ def test_end_whatever_is_under_way(process):
     assert made.wait(timeout=60) == 0  # the load test states the time
     for connection in held:
         connection.close()
-    assert log.read_text() == ""
+    assert (made.stdout.read(), log.read_text()) == ("", "")  # it did not wait for the batch in order to return
+
+
+def test_end_with_a_stuck_event_loop(process):
+    """SIGTERM ends the service with code 0 even if its event loop never comes back, and its decoders with it."""
+    port, made, _ = process
+    decoder = int(json.loads(ask(port, "/classify", PID)[1])["said"])
+    stuck = half_sent(port, 7, 0)
+    stuck.sendall(b"b'loop'")
+    assert made.stdout.readline() == "the event loop is stuck\n"
+    made.send_signal(signal.SIGTERM)
+    assert made.wait(timeout=60) == 0
+    stuck.close()
+    assert made.stdout.read() == ""
+    wait_until(lambda: not Path(f"/proc/{decoder}").exists())
+
+
+def test_end_of_an_idle_service(process):
+    """SIGTERM lets `serve` return to its caller where nothing is stuck."""
+    port, made, _ = process
+    assert ask(port, "/classify", b"b'fine'")[0] == 200
+    made.send_signal(signal.SIGTERM)
+    assert made.wait(timeout=60) == 0
+    assert made.stdout.read() == "returned\n"
 
 
 def test_more_connections_than_files(process):
