@@ -256,9 +256,11 @@ def read_tokenizer(folder: Path, values: Mapping[str, Any]) -> TokenizerFile:
     name = values["file"]
     if name not in TOKENIZER_FILES:  # also keeps us inside the folder
         raise ValueError(f"{name!r} is not the name of a tokenizer")
+    if type(values["lower"]) is not bool:
+        raise ValueError(f"tokenizer.lower must be true or false, got {values['lower']!r}")
+    if not (folder / name).is_file():  # a pipe of that name would be waited for
+        raise ValueError(f"the tokenizer {name} cannot be read: there is no such file")
     try:
-        if type(values["lower"]) is not bool or not (folder / name).is_file():
-            raise ValueError(f"the tokenizer {name} is missing, or `lower` is not true or false")
         found = TokenizerFile(name, (folder / name).read_bytes(), values["lower"])
     except OSError as error:
         raise ValueError(f"the tokenizer {name} cannot be read: {error.strerror or error}") from error

@@ -1,5 +1,7 @@
 """Few-shot regression: the reference's numbers, a direct solve, and a loop that leaves one out."""
 
+from importlib import import_module
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -80,7 +82,7 @@ def test_leave_one_out_equals_the_loop(rows, dim, l2):
 
 def test_scores_in_chunks(monkeypatch):
     """Test features are handled in parts; the result is that of one product."""
-    monkeypatch.setattr("softmoe.evaluate.fewshot._CHUNK", 7)
+    monkeypatch.setattr(import_module("softmoe.evaluate.fewshot"), "_CHUNK", 7)
     train, test = blobs(6, 3, 5, 0), blobs(10, 3, 5, 1)
     ridge = Ridge.fit(train.vectors, train.labels, 3)
     z = (test.vectors - ridge.mean_D) / ridge.std_D
