@@ -62,6 +62,20 @@ def soft_logits(x: Array, phi: Array, scale: float | None) -> Array:
     return logits
 
 
+def place_bias(center: Array, width: Array, rows: int, columns: int, prefix: int) -> Array:
+    """(N, P, 2), (N, P) -> (M, N, P): minus the squared distance in widths, cell by cell; before them tokens without a
+    place, which count as much as the cells do on average."""
+    N, P = width.shape
+    bias = np.zeros((prefix + rows * columns, N, P))
+    for n, p in np.ndindex(N, P):
+        for r, c in np.ndindex(rows, columns):
+            down, across = (r + 0.5) / rows - center[n, p, 0], (c + 0.5) / columns - center[n, p, 1]
+            bias[prefix + r * columns + c, n, p] = -(down**2 + across**2) / width[n, p] ** 2
+        shares = [math.exp(value) for value in bias[prefix:, n, p]]
+        bias[:prefix, n, p] = math.log(sum(shares) / len(shares))
+    return bias
+
+
 def dispatch_weights(logits: Array, mask: Array | None = None) -> Array:
     """Softmax over the real tokens, slot by slot."""
     B, M, N, P = logits.shape

@@ -15,7 +15,7 @@ from softmoe.models import VisionTransformer
 from softmoe.models.embed import LearnedPositions
 from softmoe.models.heads import AttentionPool
 from softmoe.models.transformer import MLP, Attention, Block
-from softmoe.moe import Experts, MoE, SoftRouter
+from softmoe.moe import Experts, MoE, PlacedRouter, SoftRouter
 from softmoe.moe.sparse import SparseRouter
 
 Read = Callable[[Tensor], Tensor]  # what to look at: the values or the gradients
@@ -99,6 +99,8 @@ def moe_views(layer: MoE, read: Read) -> Views:
         "Mlp/Dense_1/kernel": read(experts.w2).transpose(1, 2),
         "Mlp/Dense_1/bias": read(experts.b2),
     }
+    if isinstance(router, PlacedRouter):
+        raise ValueError("the paper's code has no router with a place, so these weights cannot be written for it")
     if isinstance(router, SoftRouter):
         views["Router/mu"] = read(router.phi)
         if router.scale is not None:

@@ -32,6 +32,7 @@ from softmoe.moe import (
     ExpertsChoiceRouter,
     IdentityRouter,
     MoE,
+    PlacedRouter,
     Router,
     SoftMoE,
     SoftRouter,
@@ -54,6 +55,7 @@ Model = TypeVar("Model", bound=nn.Module)
 _LAYERS = (MoE, SoftMoE)
 _ROUTERS = (
     SoftRouter,
+    PlacedRouter,
     TokensChoiceRouter,
     ExpertsChoiceRouter,
     IdentityRouter,

@@ -60,7 +60,7 @@ _RATE = (
 
 def examine_layers(layers: Layers) -> list[Verdict]:
     """Judge what the routers did on images; `layers` are the results of inspection."""
-    soft = {n: r for n, r in layers.items() if r["router"] == "SoftRouter"}
+    soft = {n: r for n, r in layers.items() if r["router"] in ("SoftRouter", "PlacedRouter")}
     dense = {n: r for n, r in layers.items() if r["kind"] == "dense"}
     sparse = {n: r for n, r in layers.items() if r["kind"] == "sparse"}
     one_hot = "lower the learning rate, decay the scale (optim.scale_decay), keep normalize on"

@@ -84,10 +84,10 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(dim, eps=NORM_EPS)
         self.mlp = mlp
 
-    def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x_BMD: Tensor, mask: Tensor | None = None, grid: tuple[int, int] | None = None) -> Tensor:
         x_BMD = x_BMD + self.dropout(self.attention(self.norm1(x_BMD), mask))
         normed_BMD = self.norm2(x_BMD)
-        mixed_BMD = self.mlp(normed_BMD, mask) if isinstance(self.mlp, MoE) else self.mlp(normed_BMD)
+        mixed_BMD = self.mlp(normed_BMD, mask, grid) if isinstance(self.mlp, MoE) else self.mlp(normed_BMD)
         return x_BMD + mixed_BMD
 
 
@@ -119,11 +119,12 @@ class Encoder(nn.Module):
         self.norm = nn.LayerNorm(dim, eps=NORM_EPS)
         self.checkpoint_blocks = False
 
-    def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x_BMD: Tensor, mask: Tensor | None = None, grid: tuple[int, int] | None = None) -> Tensor:
+        """`grid` is (rows, columns) of an image's cells, which are the last tokens."""
         x_BMD = self.dropout(x_BMD)
         for block in self.blocks:
             if self.checkpoint_blocks and self.training:
-                x_BMD = checkpoint(block, x_BMD, mask, use_reentrant=False)
+                x_BMD = checkpoint(block, x_BMD, mask, grid, use_reentrant=False)
             else:
-                x_BMD = block(x_BMD, mask)
+                x_BMD = block(x_BMD, mask, grid)
         return self.norm(x_BMD)

@@ -66,7 +66,7 @@ class VisionTransformer(nn.Module):
             x_BMD = torch.cat([self.class_token.expand(x_BMD.shape[0], -1, -1), x_BMD], dim=1)
         if self.positions is not None:
             x_BMD = x_BMD + self.positions(grid)
-        return self.encoder(x_BMD)
+        return self.encoder(x_BMD, grid=grid)
 
     def forward_head(self, x_BMD: Tensor, *, pre_logits: bool = False) -> Tensor:
         """Tokens -> logits, or with `pre_logits` the vector the head would see (what few-shot evaluation uses)."""

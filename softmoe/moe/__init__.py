@@ -12,6 +12,7 @@ from softmoe.moe.fixed import (
     UniformSoftRouter,
 )
 from softmoe.moe.layer import MoE, SoftMoE
+from softmoe.moe.placed import PlacedConfig, PlacedRouter
 from softmoe.moe.routing import Router, RouterConfig, Routing, SparseRouting
 from softmoe.moe.soft import DenseRouting, SoftConfig, SoftRouter
 from softmoe.moe.sparse import (
@@ -30,6 +31,8 @@ __all__ = [
     "IdentityConfig",
     "IdentityRouter",
     "MoE",
+    "PlacedConfig",
+    "PlacedRouter",
     "Router",
     "RouterConfig",
     "Routing",

@@ -11,7 +11,10 @@ from softmoe.moe.soft import SoftRouter
 
 
 class MoE(nn.Module):
-    """(B, M, D) -> (B, M, D). `mask` is True at real tokens; the others give nothing and receive zero."""
+    """(B, M, D) -> (B, M, D). `mask` is True at real tokens; the others give nothing and receive zero.
+
+    `grid` is (rows, columns) of an image's cells, for routers that ask where tokens stand.
+    """
 
     def __init__(self, router: Router, experts: nn.Module):
         super().__init__()
@@ -22,8 +25,8 @@ class MoE(nn.Module):
         self.router = router
         self.experts = experts
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        routing = self.router(x, mask)
+    def forward(self, x: Tensor, mask: Tensor | None = None, grid: tuple[int, int] | None = None) -> Tensor:
+        routing = self.router(x, mask, grid) if self.router.takes_grid else self.router(x, mask)
         slots_NSD = routing.dispatch(x)
         outputs_NSD = self.experts(slots_NSD)
         return routing.combine(outputs_NSD)
@@ -62,14 +65,21 @@ class SoftMoE(MoE):
             ),
         )
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, *, is_causal: bool = False) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        grid: tuple[int, int] | None = None,
+        *,
+        is_causal: bool = False,
+    ) -> Tensor:
         if is_causal:
             raise ValueError(
                 "Soft MoE cannot be causal: every slot averages all tokens of the sequence, so each output would see "
                 "the future. Use it in encoders, or a router that treats tokens one by one"
             )
         if x.ndim == 3:
-            return super().forward(x, mask)
+            return super().forward(x, mask, grid)
         if mask is not None:
             raise ValueError(f"a mask needs tokens of shape (batch, tokens, dim), got {tuple(x.shape)}")
         if x.ndim == 2:

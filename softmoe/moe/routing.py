@@ -39,7 +39,13 @@ class Routing(ABC):
 
 
 class Router(nn.Module, ABC):
-    """Base of all routers: `router(x_BMD, mask=None) -> Routing`. The mask (B, M) is True at real tokens."""
+    """Base of all routers: `router(x_BMD, mask=None) -> Routing`. The mask (B, M) is True at real tokens.
+
+    A router that asks where tokens stand sets `takes_grid` and is called with a third argument, the (rows, columns) of
+    the image's cells, which are the last tokens; None for tokens of no image.
+    """
+
+    takes_grid: ClassVar[bool] = False
 
     def __init__(self, dim: int, num_experts: int):
         super().__init__()

@@ -15,7 +15,7 @@ BYTES = pytest.param("int8_dynamic", marks=pytest.mark.skipif(not kernel.has_byt
 WEIGHTS = ("float32", "float16", "bfloat16", "int8", BYTES)
 TOLERANCE = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1e-2, "int8": 3e-2, "int8_dynamic": 6e-2}
 """Of the outputs' root mean square, for random weights."""
-ROUTERS = ("soft", "tokens_choice", "experts_choice", "identity", "uniform", "soft_uniform", "uniform_soft")
+ROUTERS = ("soft", "placed", "tokens_choice", "experts_choice", "identity", "uniform", "soft_uniform", "uniform_soft")
 
 
 def distance(ours: torch.Tensor, plain: torch.Tensor) -> float:

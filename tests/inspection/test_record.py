@@ -9,6 +9,7 @@ from softmoe.moe import DenseRouting, SoftMoE, SparseRouting
 
 ROUTERS = {
     "soft": DenseRouting,
+    "placed": DenseRouting,
     "tokens_choice": SparseRouting,
     "experts_choice": SparseRouting,
     "identity": SparseRouting,
