@@ -16,6 +16,8 @@ class Arguments:
     _: KW_ONLY
     scale: Literal["tiny", "small", "paper"] = "small"
     """tiny: seconds, on generated images; small: 45 seconds a run on one core; paper: as the paper did it."""
+    recipe: str | None = None
+    """A recipe whose model, data and settings are studied instead of a scale's, for example characters."""
     data: str | None = None
     """Training data: a folder with train/CLASS/* and val/CLASS/*, or a source as in training."""
     transfer: str | None = None
@@ -50,7 +52,7 @@ def main(argv: list[str]) -> int:
 
     check(a)
     transfer = source(a.transfer)
-    lab, store = make_lab(a.scale, source(a.data), a.seeds, transfer, a.steps), Store(a.out, transfer)
+    lab, store = make_lab(a.scale, source(a.data), a.seeds, transfer, a.steps, a.recipe), Store(a.out, transfer)
     failed = False
     for study in studies:
         if a.dry_run:

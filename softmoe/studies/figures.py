@@ -17,6 +17,7 @@ NAMES = {
     "uniform_soft": "Uniform / Soft",
     "uniform": "Uniform",
     "identity": "Identity",
+    "placed": "with a place",
 }
 COLORS = {
     "soft": "#3b6fb6",

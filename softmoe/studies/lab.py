@@ -16,7 +16,9 @@ from typing import Any, Literal, TypeVar, get_args
 
 from softmoe.data import TransformConfig
 from softmoe.models import MoEConfig
-from softmoe.recipes import pretrain
+from softmoe.models.config import LAYER_OPTIONS
+from softmoe.moe import SoftConfig
+from softmoe.recipes import load, pretrain
 from softmoe.studies.jobs import Job, Training
 from softmoe.train import (
     CheckpointSection,
@@ -52,6 +54,8 @@ class Lab:
     base: TrainConfig
     """Of the dense model; every run of a study is a variation of it."""
     seeds: int = 3
+    experts: dict[str, Any] = field(default_factory=dict)
+    """Settings of every model with experts."""
     soft: dict[str, Any] = field(default_factory=dict)
     """Settings of every learned soft router."""
     transfer: str | None = None
@@ -68,13 +72,20 @@ class Lab:
         """The number of tokens of one image."""
         return self.base.model.resolve(None, self.image_size).tokens
 
+    @property
+    def slots(self) -> int:
+        """The number of slots of soft routers: one for each expert."""
+        return self.experts.get("num_experts", self.tokens)
+
     def pick(self, *, tiny: T, small: T, paper: T) -> T:
         return {"tiny": tiny, "small": small, "paper": paper}[self.scale]
 
     def config(self, router: str = "dense", *, peak: float | None = None, **changes: Any) -> TrainConfig:
         """Return the base with this router and these settings of the model. Equal models come out as equal settings."""
-        given: dict[str, Any] = {} if router == "dense" else {"router": router, "num_experts": self.tokens}
-        if router in ("soft", "soft_uniform", "uniform_soft"):
+        given: dict[str, Any] = (
+            {} if router == "dense" else {"router": router, "num_experts": self.tokens, **self.experts}
+        )
+        if router in ("soft", "soft_uniform", "uniform_soft", "placed"):
             given |= self.soft
         if router in ("tokens_choice", "experts_choice"):
             given["group_size"] = min(GROUP, self.base.data.batch_size) * self.tokens
@@ -99,17 +110,42 @@ def make_lab(
     seeds: int | None = None,
     transfer: str | None = None,
     steps: int | None = None,
+    recipe: str | None = None,
 ) -> Lab:
     """Set up a lab; `data` is a source as in training; each scale has a default (`paper`'s is a stand-in to count FLOPs
-    with).
+    with). A recipe gives its model, data and settings instead of the scale's.
     """
+    if recipe is not None:
+        return recipe_lab(recipe, data, seeds, transfer, steps)
     base = {"tiny": tiny_base, "small": small_base, "paper": paper_base}[scale]()
     if data is not None:
         base = replace(base, data=replace(base.data, train=data))
     if steps is not None:
         base = with_steps(base, steps)
     soft = {} if scale == "paper" else {"scale_init": 6.0}
-    return Lab(scale, base, seeds or {"tiny": 1, "small": 3, "paper": 1}[scale], soft, transfer)
+    return Lab(scale, base, seeds or {"tiny": 1, "small": 3, "paper": 1}[scale], {}, soft, transfer)
+
+
+def recipe_lab(recipe: str, data: str | None, seeds: int | None, transfer: str | None, steps: int | None) -> Lab:
+    """Set up a lab around a recipe's model: its dense twin is the base, studies vary its experts and router."""
+    config = load(recipe)
+    moe = config.model.resolve(None, config.data.transform.image_size).moe
+    if moe is None or not isinstance(moe.router, SoftConfig):
+        raise ValueError(f"the recipe {recipe} has no soft experts for a study to take apart")
+    if moe.router.slots_per_expert != 1:
+        raise ValueError(f"studies of a recipe need one slot per expert, {recipe} has {moe.router.slots_per_expert}")
+    model = config.model.change(router="dense", num_experts=None, **dict.fromkeys(LAYER_OPTIONS))
+    base = replace(
+        config,
+        model=model,
+        data=replace(config.data, workers=0, train=data or config.data.train),
+        evaluation=replace(config.evaluation, every=None),
+        log=replace(config.log, quiet=True),
+        threads=1,
+    )
+    experts = {"num_experts": moe.num_experts} | {name: getattr(moe, name) for name in LAYER_OPTIONS}
+    soft = {name: value for name, value in vars(moe.router).items() if name in ("normalize", "scale_init", "noise_std")}
+    return Lab("small", base if steps is None else with_steps(base, steps), seeds or 3, experts, soft, transfer)
 
 
 def with_steps(config: TrainConfig, steps: int) -> TrainConfig:

@@ -26,7 +26,7 @@ class ModelSection:
     locked: bool = False
     """With a text tower: the image tower stays as it is, and only the text learns (LiT)."""
     router: str | None = None
-    """soft, tokens_choice, experts_choice, identity, uniform, soft_uniform, uniform_soft; or dense: no experts."""
+    """soft, placed, tokens_choice, experts_choice, identity, uniform, soft_uniform, uniform_soft; or dense."""
     image_size: int | tuple[int, int] | None = None
     """Pixels for which positions are learned; None is the size of the data's images."""
     patch_size: int | None = None

@@ -1,9 +1,13 @@
 """What several studies compute: frontiers, leads at equal cost, settings that are equal for equal models."""
 
+from dataclasses import replace
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from softmoe.budget import cost
+from softmoe.recipes import load
 from softmoe.studies.catalog import ablations, bpr, controls, experts_slots, pareto, placement
 from softmoe.studies.figures import frontier, panels, waterfall
 from softmoe.studies.jobs import Training, key_of
@@ -102,6 +106,7 @@ def test_controls_take_one_thing_away_at_a_time() -> None:
     moe = {method: shape.moe for method, shape in shapes.items()}
     assert moe.pop("dense") is None
     assert {layer.num_experts for method, layer in moe.items() if "one" not in method and " " not in method} == {16}
+    assert shapes["placed one"].moe.num_experts == 1
     for method in ("soft", "one", "4 experts"):
         assert cost(shapes[method]).forward_flops == cost(shapes["soft"]).forward_flops
     assert cost(shapes["one"]).params < cost(shapes["4 experts"]).params < cost(shapes["soft"]).params
@@ -119,3 +124,15 @@ def test_waterfall_adds_up() -> None:
     assert (experts.get_x(), experts.get_width()) == (61.0, -5.0)
     assert (first.get_x() + first.get_width(), last.get_x() + last.get_width()) == (51.0, 56.0)
     drawing.clear()
+
+
+def test_a_lab_around_a_recipe() -> None:
+    """The dense twin has no experts and everything else of the recipe; soft experts are the recipe's own."""
+    config, lab = load("characters"), make_lab("small", recipe="characters", seeds=2)
+    size = config.data.transform.image_size
+    assert lab.base.model.resolve(7, size) == replace(config.model.resolve(7, size), moe=None)
+    assert lab.config("soft").model.resolve(7, size) == config.model.resolve(7, size)
+    assert (lab.base.steps, lab.base.optim, lab.seeds, lab.slots) == (config.steps, config.optim, 2, 16)
+    assert make_lab("small", "shapes", steps=5, recipe="characters").base.data.train == "shapes"
+    with pytest.raises(ValueError, match="has no soft experts"):
+        make_lab("small", recipe="quickstart_dense")

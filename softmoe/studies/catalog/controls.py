@@ -4,7 +4,8 @@ A gain of Soft MoE over a dense model has several possible causes: the slots (ch
 them), the experts (parameters), and that dispatch and combine are learned. Each is taken away on its own, everything
 else and the number of slots kept: one expert with all slots; slots that are plain means of the tokens (Uniform / Soft);
 tokens that get the plain mean of the slots (Soft / Uniform); both (Uniform); tokens sent round the experts unmixed
-(Identity); and fewer experts at equal slots.
+(Identity); and fewer experts at equal slots. Beside them stands what is ours: the router with a place, and one expert
+with it.
 
 The paper (Table 2, Figure 6): learned dispatch and combine both matter, and at equal slots the most experts are best.
 """
@@ -19,14 +20,14 @@ from softmoe.studies.results import Table
 from softmoe.studies.verdict import Claim, better
 
 STEPS = {  # from the dense model to Soft MoE, on two ways: what is added, and the model that has it
-    "by experts": (("slots", "one"), ("experts", "soft")),
+    "by experts": (("slots", "one"), ("experts", "soft"), ("a place (ours)", "placed")),
     "by routing": (
         ("mean slots, experts", "uniform"),
         ("learned combine", "uniform_soft"),
         ("learned dispatch", "soft"),
     ),
 }
-METHODS = {**NAMES, "one": "one expert with the same slots"}
+METHODS = {**NAMES, "one": "one expert with the same slots", "placed one": "one expert with a place"}
 CLAIMS = (
     ("one", "dense", "what slots give"),
     ("soft", "one", "what experts give"),
@@ -34,14 +35,19 @@ CLAIMS = (
     ("soft", "soft_uniform", "what learned combine gives"),
     ("soft", "identity", "what mixing gives"),
     ("soft", "dense", "all of it"),
+    ("placed", "soft", "what a place gives (ours)"),
+    ("placed", "placed one", "what experts give where slots have a place (ours)"),
 )
 
 
 def cells(lab: Lab) -> Iterator[Cell]:
-    for method in ("dense", "soft", "uniform_soft", "soft_uniform", "uniform", "identity"):
+    for method in ("dense", "soft", "uniform_soft", "soft_uniform", "identity", "placed"):
         yield from lab.over_seeds(lab.config(method), method=method)
-    slots = lab.tokens
-    yield from lab.over_seeds(lab.config("soft", num_experts=1, slots_per_expert=slots), method="one")
+    # with the same input and the same weight everywhere, experts that start as copies would stay copies
+    yield from lab.over_seeds(lab.config("uniform", identical_init=False), method="uniform")
+    slots = lab.slots
+    for method, router in (("one", "soft"), ("placed one", "placed")):
+        yield from lab.over_seeds(lab.config(router, num_experts=1, slots_per_expert=slots), method=method)
     for experts in between(slots):
         config = lab.config("soft", num_experts=experts, slots_per_expert=slots // experts)
         yield from lab.over_seeds(config, method=f"{experts} experts")
@@ -73,12 +79,12 @@ def ladder_name(method: str) -> str:
 
 
 def figure(table: Table, lab: Lab) -> Any:
-    """Two ways from dense to Soft MoE; Identity, which is on neither, as a line."""
+    """Draw two ways from dense to Soft MoE; Identity, which is on neither, is a line."""
     numbers = table.quality
     drawing, axes = panels(len(numbers), len(STEPS) + 1, width=4.6, height=3.4)
     for line, number in zip(axes, numbers, strict=True):
         for axis, (way, steps) in zip(line, STEPS.items(), strict=False):
-            names = [METHODS["dense"], *(f"+ {what}" for what, _ in steps), METHODS["soft"]]
+            names = [METHODS["dense"], *(f"+ {what}" for what, _ in steps), METHODS[steps[-1][1]]]
             path = [table.where(method=method) for method in ("dense", *(method for _, method in steps))]
             waterfall(axis, names, path, number)
             identity = table.where(method="identity").mean(number)
