@@ -37,7 +37,7 @@ def child(folder: str, name: str, steps: int, workers: int) -> None:
         runs=folder,
         steps=steps,
         ema=0.9,
-        model=replace(config.model, dropout=0.1, noise_std=1.0),
+        model=config.model.change(dropout=0.1, noise_std=1.0),
         data=replace(config.data, workers=workers),
         schedule=replace(config.schedule, warmup=5, cooldown=steps // 4),
         evaluation=EvaluationSection(every=17, examples=8),

@@ -1,6 +1,7 @@
 """`softmoe train RECIPE [--section.key value ...]`."""
 
 import signal
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +11,7 @@ import tyro
 from softmoe import recipes
 from softmoe.cli.parse import parse_run
 from softmoe.data import WorkerDied
+from softmoe.storage.files import read_json
 from softmoe.train import Result, TrainConfig, train
 from softmoe.train.folder import RunFolder, write_model
 from softmoe.train.preview import preview
@@ -96,25 +98,34 @@ def stored_run(path: Path) -> TrainConfig:
 
 
 def exit_code(result: Result) -> int:
-    return 0 if result.signal is None else 128 + result.signal
+    """128 + its number for a run stopped by a signal, as shells have it; 1 for one that could not keep its result."""
+    if result.signal is not None:
+        return 128 + result.signal
+    return 1 if result.problems else 0
 
 
 def finish(result: Result) -> int:
-    """Save the model and say where things are. A run stopped by a signal gives the shell's code, 128 + its number."""
+    """Save the model and say where things are, with the step and the numbers of the checkpoint that became it."""
     folder = result.folder
+    for problem in result.problems:
+        print(f"softmoe: {problem}", file=sys.stderr)
     if result.signal is not None:
         name = signal.Signals(result.signal).name
         print(f"stopped by {name} after step {result.step}; to continue: softmoe train {folder.path}")
         return exit_code(result)
-    rows = {name: f"{value:.4f}" for name, value in result.numbers.items()}
-    rows |= {"model": str(write_model(folder).folder), "metrics": str(folder.metrics)}
+    checkpoint = folder.chosen_checkpoint()
+    state = read_json(checkpoint / "state.json")
+    evaluated = state["progress"].get("evaluation") or {}
+    numbers = evaluated["numbers"] if evaluated.get("step") == state["step"] else {}
+    rows = {name: f"{value:.4f}" for name, value in numbers.items()}
+    rows |= {"step": str(state["step"]), "model": str(write_model(folder).folder), "metrics": str(folder.metrics)}
     if folder.evaluation.exists():
         rows["evaluation"] = str(folder.evaluation)
     rows["report"] = report_page(folder.path)
     width = max(map(len, rows)) + 2
     for name, value in rows.items():
         print(f"{name:<{width}}{value}")
-    return 0
+    return exit_code(result)
 
 
 def report_page(run: Path) -> str:

@@ -47,6 +47,10 @@ def predict_files(
             with evaluating(model), torch.inference_mode():
                 vectors_BD = model.forward_head(model.forward_features(batch.images.to(device)), pre_logits=True)
                 shares_BC = model.head(vectors_BD).float().softmax(1).cpu() if names else None
+            if not vectors_BD.isfinite().all() or (shares_BC is not None and not shares_BC.isfinite().all()):
+                raise ValueError(
+                    "the model's outputs are not finite numbers: its weights are damaged or training diverged"
+                )
             vectors = vectors_BD.float().cpu().numpy()
             for row, index in enumerate(batch.indices.tolist()):
                 best: tuple[tuple[str, float], ...] = ()

@@ -13,8 +13,8 @@ from softmoe.train.config import (
     TrainConfig,
 )
 from softmoe.train.loop import Result, train
+from softmoe.train.model_section import TextSection
 from softmoe.train.reporting import Diverged
-from softmoe.train.text_section import TextSection
 
 __all__ = [
     "CheckpointSection",

@@ -1,118 +1,16 @@
 """Everything that decides what a training run does, as frozen dataclasses. A recipe is a function that returns one."""
 
-from dataclasses import dataclass, field, fields, replace
+import math
+import re
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from softmoe.data import TransformConfig
-from softmoe.models import MoEConfig, ViTConfig, model_config
-from softmoe.models.config import LAYER_OPTIONS, option_names, router_options
 from softmoe.storage.store import CheckpointSection
-from softmoe.storage.strict import convert, from_dict, to_dict
-from softmoe.train.text_section import TextSection
+from softmoe.storage.strict import from_dict, to_dict
+from softmoe.train.model_section import ModelSection, TextSection
 
-_NOT_SHAPE = ("name", "router", "weights", "new_head", "locked", "options")
-
-
-@dataclass(frozen=True)
-class ModelSection:
-    """A model by name, and what differs from it. None leaves what the name says."""
-
-    name: str = "soft_s16_128e"
-    """vit_s16, soft_s16_128e, tokens_choice_b32_32e, ..."""
-    weights: str | None = None
-    """A saved model to start from; positions are resampled to the new image size. The shape must be its own."""
-    new_head: bool = True
-    """With `weights`: the head starts anew. False keeps it, for data of the same classes."""
-    locked: bool = False
-    """With a text tower: the image tower stays as it is, and only the text learns (LiT)."""
-    router: str | None = None
-    """soft, placed, tokens_choice, experts_choice, identity, uniform, soft_uniform, uniform_soft; or dense."""
-    image_size: int | tuple[int, int] | None = None
-    """Pixels for which positions are learned; None is the size of the data's images."""
-    patch_size: int | None = None
-    width: int | None = None
-    depth: int | None = None
-    mlp_dim: int | None = None
-    heads: int | None = None
-    num_classes: int | None = None
-    """Outputs of the head; None is the number of classes of the training data."""
-    pool: Literal["mean", "class", "attention"] | None = None
-    positions: Literal["learned", "sincos", "none"] | None = None
-    qk_norm: bool | None = None
-    activation: Literal["gelu_tanh", "gelu"] | None = None
-    dropout: float | None = None
-    attention_dropout: float | None = None
-    representation_size: int | None = None
-    """Width of a tanh layer before the head, if any."""
-    num_experts: int | None = None
-    blocks: tuple[int, ...] | None = None
-    """Which blocks get experts; the names say the second half."""
-    expert_dropout: float | None = None
-    identical_init: bool | None = None
-    """Start all experts as copies of one draw."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Options of the router, by the names of its config's fields. Stored files and the command line have them beside
-    the other settings of the model: model.top_k."""
-
-    def resolve(self, num_classes: int | None, image_size: int | tuple[int, int]) -> ViTConfig:
-        """The model itself, for data of this many classes and this size."""
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_SHAPE}
-        overrides = {key: value for key, value in given.items() if value is not None}
-        for_experts = {key: overrides.pop(key) for key in ("num_experts", *LAYER_OPTIONS) if key in overrides}
-        for_experts |= self.options
-        config = model_config(
-            self.name,
-            num_classes=overrides.pop("num_classes", num_classes),
-            image_size=overrides.pop("image_size", image_size),
-            **overrides,
-        )
-        if self.router == "dense":
-            return replace(config, moe=None)
-        if self.router is not None:
-            for_experts["router"] = self.router
-        elif for_experts and not config.moe:
-            raise ValueError(
-                f"the model {self.name!r} has no experts, but {', '.join(for_experts)} is set: give model.router too, "
-                "or a name such as soft_s16_128e"
-            )
-        return replace(config, moe=(config.moe or MoEConfig.of()).change(**for_experts)) if for_experts else config
-
-    def change(self, **settings: Any) -> "ModelSection":
-        """This section with other settings, those of the router among them. Another router keeps the options it has."""
-        own = {key: value for key, value in settings.items() if key in {f.name for f in fields(self)}}
-        options = {key: value for key, value in settings.items() if key not in own}
-        changed = replace(self, **own)
-        kept = changed.options
-        if (router := changed.router_name) != self.router_name:
-            known = () if router == "dense" else option_names(router)
-            kept = {key: value for key, value in kept.items() if key in known}
-        return replace(changed, options={key: value for key, value in (kept | options).items() if value is not None})
-
-    @property
-    def router_name(self) -> str:
-        """What `router` says, or else the name of the model; dense without experts."""
-        if self.router is not None:
-            return self.router
-        moe = model_config(self.name).moe
-        return "dense" if moe is None else moe.router.name
-
-    def to_dict(self) -> dict[str, Any]:
-        values = to_dict(self)
-        return values | values.pop("options")
-
-    @classmethod
-    def from_dict(cls, values: Any, path: str = "") -> "ModelSection":
-        """None stands for what is not set: runs stored before said it of every option of every router."""
-        if not isinstance(values, dict):
-            return from_dict(cls, values, path)  # which says what is wrong
-        types = {name: hint for name, hint in router_options().items() if name != "num_experts"}
-        options = {
-            name: convert(types[name], value, f"{path}.{name}")
-            for name, value in values.items()
-            if name in types and value is not None
-        }
-        own = {name: value for name, value in values.items() if name not in types}
-        return replace(from_dict(cls, own, path), options=options)
+_RUN_NAME = re.compile(r"[^\W_][\w.\-]*")
 
 
 @dataclass(frozen=True)
@@ -278,14 +176,20 @@ class TrainConfig:
             "data.eval_batch_size": d.eval_batch_size,
             "accumulate": self.accumulate,
             "max_bad_steps": self.max_bad_steps,
+            "evaluation.every": self.evaluation.every,
+            "evaluation.examples": self.evaluation.examples,
             "checkpoint.every": self.checkpoint.every,
             "checkpoint.keep_last": self.checkpoint.keep_last,
+            "checkpoint.keep_every": self.checkpoint.keep_every,
             "log.every": self.log.every,
             "schedule.timescale": s.timescale,
+            "schedule.decay_steps": s.decay_steps,
+            "threads": self.threads,
         }
         for name, value in positive.items():
-            if value < 1:
+            if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        self.check_numbers()
         if d.batch_size % self.accumulate:
             raise ValueError(f"accumulate must divide the batch: {d.batch_size} is not a multiple of {self.accumulate}")
         if s.warmup < 0 or s.cooldown < 0 or s.warmup + s.cooldown > self.steps:
@@ -293,10 +197,6 @@ class TrainConfig:
                 f"warm-up and cooldown must fit in the run: {s.warmup} + {s.cooldown} steps of {self.steps}; "
                 "set schedule.warmup and schedule.cooldown"
             )
-        if self.ema is not None and not 0.0 <= self.ema < 1.0:
-            raise ValueError(f"ema must be in [0, 1), got {self.ema}")
-        if not 0.0 <= self.objective.label_smoothing < 1.0:
-            raise ValueError(f"objective.label_smoothing must be in [0, 1), got {self.objective.label_smoothing}")
         if self.optim.states != "float32" and self.optim.name != "adamw":
             raise ValueError(f"optim.states is for adamw, but optim.name is {self.optim.name}")
         if self.optim.in_backward and (self.optim.clip_norm is not None or self.accumulate > 1):
@@ -308,8 +208,45 @@ class TrainConfig:
         if decay is not None and not 0.0 < decay <= 1.0:
             raise ValueError(f"optim.layer_decay must be above 0 and at most 1, got {decay}")
         self.check_text()
-        if not self.run_name or "/" in self.run_name or self.run_name.startswith("."):
-            raise ValueError(f"run_name must be a plain folder name, got {self.run_name!r}; the folder above is `runs`")
+        if not _RUN_NAME.fullmatch(self.run_name):
+            raise ValueError(
+                "run_name must be a plain folder name of letters, digits, dots, dashes and underscores that begins "
+                f"with a letter or digit, got {self.run_name!r}; the folder above is `runs`"
+            )
+
+    def check_numbers(self) -> None:
+        """ValueError for rates, decays and factors that are negative or not finite."""
+        o, s = self.optim, self.schedule
+        patterns = (("decay_patterns", o.decay_patterns), ("lr_patterns", o.lr_patterns))
+        not_negative = {
+            "schedule.peak": s.peak,
+            "schedule.end": s.end,
+            "optim.head_decay": o.head_decay,
+            "optim.kernel_decay": o.kernel_decay,
+            "optim.scale_decay": o.scale_decay,
+            "optim.eps": o.eps,
+            "optim.momentum": o.momentum,
+            "objective.auxiliary_weight": self.objective.auxiliary_weight,
+            "log.seconds": self.log.seconds,
+            "parallel.timeout": self.parallel.timeout,
+            **{f"optim.{key} of {pattern!r}": value for key, rules in patterns for pattern, value in rules},
+        }
+        for name, value in not_negative.items():
+            if not (math.isfinite(value) and value >= 0.0):
+                raise ValueError(f"{name} must be a finite number of at least 0, got {value}")
+        shares = {
+            "optim.beta1": o.beta1,
+            "optim.beta2": o.beta2,
+            "ema": self.ema,
+            "objective.label_smoothing": self.objective.label_smoothing,
+        }
+        for name, value in shares.items():
+            if value is not None and not 0.0 <= value < 1.0:
+                raise ValueError(f"{name} must be in [0, 1), got {value}")
+        if o.clip_norm is not None and not (math.isfinite(o.clip_norm) and o.clip_norm > 0.0):
+            raise ValueError(f"optim.clip_norm must be a finite number above 0, or None not to clip; got {o.clip_norm}")
+        if not 0.0 <= self.data.max_broken <= 1.0:
+            raise ValueError(f"data.max_broken is a share in [0, 1], got {self.data.max_broken}")
 
     def check_text(self) -> None:
         """What a text tower needs, and what makes no sense without or with one."""

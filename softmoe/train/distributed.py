@@ -97,13 +97,19 @@ class Team:
         dist.all_reduce(values)
         return values / self.world
 
-    def agree(self, signal: Signals | None) -> Signals | None:
-        """The same answer everywhere, so that all stop after the same step."""
+    def agree(
+        self, signal: Signals | None, failure: Exception | None = None
+    ) -> tuple[Signals | None, Exception | None]:
+        """The same answer everywhere, so that all stop after the same step: for a signal, or because a process has no
+        batch for the next one."""
         if self.world == 1:
-            return signal
-        number = torch.tensor([0 if signal is None else int(signal)])
-        dist.all_reduce(number, dist.ReduceOp.MAX, group=self.group)
-        return Signals(int(number)) if int(number) else None
+            return signal, failure
+        flags = torch.tensor([0 if signal is None else int(signal), int(failure is not None)])
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
+        number, failed = flags.tolist()
+        if failed and failure is None:
+            failure = PeerLost("another process has no data to go on with; its own message says why")
+        return Signals(number) if number else None, failure
 
     def wait(self) -> None:
         if self.world > 1:

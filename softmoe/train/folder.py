@@ -57,6 +57,13 @@ class RunFolder:
     def of(cls, config: TrainConfig) -> "RunFolder":
         return cls(Path(config.runs) / config.run_name)
 
+    def chosen_checkpoint(self) -> Path:
+        """The best checkpoint, else the last: the one that becomes the run's model."""
+        for name in ("best", "last"):
+            if (self.checkpoints / name).exists():
+                return (self.checkpoints / name).resolve()
+        raise ValueError(f"{self.path} has no checkpoint yet")
+
     def stored(self) -> tuple[TrainConfig, dict[str, Any]] | None:
         """The settings the run was begun with, and what was noted of its data and model; None for a new run."""
         if not self.config.exists():
@@ -118,9 +125,7 @@ def write_model(run: RunFolder) -> SavedModel:
     stored = run.stored()
     if stored is None:
         raise ValueError(f"{run.path} is not the folder of a run")
-    link = next((run.checkpoints / name for name in ("best", "last") if (run.checkpoints / name).exists()), None)
-    if link is None:
-        raise ValueError(f"{run.path} has no checkpoint yet")
+    link = run.chosen_checkpoint()
     config = stored[0]
     classes = open_source(config.data.train, config.data.train_split).classes
     if (link / "model").is_dir():
@@ -128,8 +133,11 @@ def write_model(run: RunFolder) -> SavedModel:
     checkpoint = open_saved(link)
     named = classes if len(classes) == checkpoint.config.num_classes else None
     made = checkpoint.provenance | ({"weights": config.model.weights} if config.model.weights else {})
+    model = load_saved(checkpoint) if checkpoint.towers is None else load_two_tower(checkpoint)
+    if not all(tensor.isfinite().all() for tensor in model.state_dict().values()):
+        raise ValueError(f"{link} has weights that are not finite numbers, and is not made into a model")
     return save_pretrained(
-        load_saved(checkpoint) if checkpoint.towers is None else load_two_tower(checkpoint),
+        model,
         run.path / "model",
         preprocessing=checkpoint.preprocessing,
         classes=named,

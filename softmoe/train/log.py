@@ -29,7 +29,7 @@ class MetricsFile:
 
     def __init__(self, path: Path | None):
         self.path = path
-        self._waiting: list[str] = []
+        self.waiting: list[str] = []
 
     def rewind(self, step: int) -> int:
         """Returns how many damaged lines were dropped, the one that a kill cut short left out."""
@@ -43,16 +43,22 @@ class MetricsFile:
         """Append one line; returns the reason if it had to wait."""
         if self.path is None:
             return None
-        self._waiting.append(json.dumps(finite(record)) + "\n")
+        self.waiting.append(json.dumps(finite(record)) + "\n")
+        return self.write_waiting()
+
+    def write_waiting(self) -> str | None:
+        """Append the lines that wait; returns the reason if they have to wait on."""
+        if self.path is None or not self.waiting:
+            return None
         before = self.path.stat().st_size if self.path.exists() else 0
         try:
             with self.path.open("a") as file:
-                file.write("".join(self._waiting))
+                file.write("".join(self.waiting))
         except OSError as error:
             if self.path.exists():
                 os.truncate(self.path, before)
             return str(error)
-        self._waiting = []
+        self.waiting = []
         return None
 
     def flush(self) -> None:

@@ -13,6 +13,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from types import FrameType
 
+from softmoe.data import Batch, WorkerDied
+from softmoe.parallel import local
 from softmoe.storage.checkpoint import Checkpoint, Snapshot, copy_tensors, optimizer_tensors
 from softmoe.storage.checkpoint import restore as restore_tensors
 from softmoe.train.config import TrainConfig
@@ -22,7 +24,7 @@ from softmoe.train.evaluation import Evaluator
 from softmoe.train.folder import RunFolder, differences
 from softmoe.train.log import Clock, make_sinks
 from softmoe.train.objectives import Objective
-from softmoe.train.reporting import evaluate, log, report_bad_step, show_progress
+from softmoe.train.reporting import diverged, evaluate, log, report_bad_step, show_progress
 from softmoe.train.run import Run, TrainState, build
 from softmoe.train.step import train_step
 
@@ -37,7 +39,9 @@ class Result:
     """What the last evaluation found; empty if there was none."""
     signal: int | None = None
     rank: int = 0
-    """Of this process, where there are several."""
+    """The number of this process, where there are several."""
+    problems: tuple[str, ...] = ()
+    """Sentences on what could not be kept: the last step, lines of metrics."""
 
 
 class StopRequest:
@@ -91,12 +95,22 @@ def train(
         resume(run)
         run.sinks = make_sinks(config, folder.path, run.done.step) if team.leads else []
         stop = stack.enter_context(StopRequest())
-        run_steps(run, stop)
+        if run.done.evaluating:
+            evaluate(run)
+            run.saved_step = None
+            save(run)
+        try:
+            run_steps(run, stop)
+        except WorkerDied:
+            if team.world == 1:  # elsewhere the others cannot be told in the middle of an evaluation
+                save(run)
+            raise
         if stop.signal is not None:
             save(run)
         if run.data.loader.broken:
             run.progress.report(f"{len(run.data.loader.broken)} images could not be read and were replaced by others")
-    return Result(folder, run.done.step, run.numbers, None if stop.signal is None else int(stop.signal), team.rank)
+    number = None if stop.signal is None else int(stop.signal)
+    return Result(folder, run.done.step, run.numbers, number, team.rank, tuple(run.problems()))
 
 
 def run_steps(run: Run, stop: StopRequest) -> None:
@@ -105,14 +119,29 @@ def run_steps(run: Run, stop: StopRequest) -> None:
         return
     batches = run.data.loader.batches(done.step)
     clock = Clock(done.step)
-    while done.step < config.steps and stop.signal is None:
+    while done.step < config.steps:
         start = time.perf_counter()
-        batch = to_device(next(batches), run.device)
+        batch, failure = next_batch(batches)
+        stop.signal, failure = run.team.agree(stop.signal, failure)
+        if failure is not None:
+            save(run)
+            raise failure
+        if stop.signal is not None:
+            return
         log_now = (done.step + 1) % config.log.every == 0 or done.step + 1 == config.steps
+        batch = to_device(batch, run.device)
         loss, rate = train_step(run, batch, keep_routing=log_now and config.log.health)
-        stop.signal = run.team.agree(stop.signal)
         done.device_seconds += time.perf_counter() - start
         after_step(run, clock, loss, rate, log_now=log_now)
+    stop.signal, _ = run.team.agree(stop.signal)
+
+
+def next_batch(batches: Iterator[Batch]) -> tuple[Batch | None, Exception | None]:
+    """A batch, or why there is none: all processes must hear of it before they can save and stop together."""
+    try:
+        return next(batches), None
+    except Exception as error:
+        return None, error
 
 
 def after_step(run: Run, clock: Clock, loss: float, rate: float, *, log_now: bool) -> None:
@@ -158,7 +187,10 @@ def resume(run: Run) -> None:
         run.folder.begin(run.config, facts | {"accelerate": run.acceleration.to_dict()})
     if found is not None:
         restore(run, found)
-        run.progress.report(f"resuming {run.folder.path} at step {step} of {run.config.steps}")
+        if step < run.config.steps:
+            run.progress.report(f"resuming {run.folder.path} at step {step} of {run.config.steps}")
+        else:
+            run.progress.report(f"{run.folder.path} is finished: all {run.config.steps} steps are done")
     damaged = run.metrics.rewind(step)
     if damaged:
         run.progress.report(f"{damaged} damaged lines of {run.metrics.path} are left out")
@@ -175,9 +207,10 @@ def restore(run: Run, found: Checkpoint) -> None:
 
 
 def save(run: Run) -> None:
-    """Hand a copy of the state to the writer, once per step."""
+    """Hand a copy of the state to the writer, once per step. A step that was skipped is not saved, and weights that are
+    not finite end the run: neither may take the place of a good checkpoint."""
     done = run.done
-    if run.saved_step == done.step:
+    if run.saved_step == done.step or done.bad_in_a_row:
         return
     run.metrics.flush()
     tensors = {
@@ -186,6 +219,9 @@ def save(run: Run) -> None:
     }
     if run.average is not None:
         tensors["ema"] = copy_tensors(run.average.model.state_dict())
+    finite = all(local(t).isfinite().all() for t in tensors["model"].values())
+    if not all(run.team.gather(finite)):
+        raise diverged(run, "the weights are not finite numbers")
     state = {
         "step": done.step,
         "seed": run.config.seed,

@@ -32,12 +32,16 @@ def report_bad_step(run: Run, loss: float) -> None:
     run.progress.report(f"step {done.step}: loss {loss} or its gradient is not finite; the step is skipped")
     if done.bad_in_a_row < run.config.max_bad_steps:
         return
+    raise diverged(run, f"{done.bad_in_a_row} steps in a row gave no finite loss and gradient")
+
+
+def diverged(run: Run, reason: str) -> Diverged:
     run.store.wait()
     good = run.store.last_good
     kept = "there is no checkpoint yet" if good is None else f"the last good checkpoint is {run.store.path(good)}"
-    raise Diverged(
-        f"stopped at step {done.step}: {done.bad_in_a_row} steps in a row gave no finite loss and gradient; {kept}. "
-        "Lower schedule.peak, lengthen schedule.warmup, set optim.clip_norm to 1, or use precision float32"
+    return Diverged(
+        f"stopped at step {run.done.step}: {reason}; {kept}. Lower schedule.peak, lengthen schedule.warmup, set "
+        "optim.clip_norm to 1, or use precision float32"
     )
 
 
@@ -76,8 +80,10 @@ def write_metrics(run: Run, record: dict[str, Any]) -> None:
 
 
 def evaluate(run: Run) -> bool:
-    """Run the evaluators, on the average of the weights if there is one. True if this is the best step so far."""
+    """Run the evaluators, on the average of the weights if there is one. True if this is the best step so far, which
+    one that was skipped, and is not saved, cannot be."""
     done, key = run.done, run.config.evaluation.best
+    done.evaluating = True
     model = run.model if run.average is None else run.average.model
     model.eval()
     numbers: dict[str, float] = {}
@@ -87,11 +93,11 @@ def evaluate(run: Run) -> bool:
         numbers |= {f"{name}/{what}": value for what, value in found.items()}
     if key not in numbers:
         raise ValueError(f"evaluation.best is {key!r}, but the evaluators give: {', '.join(numbers)}")
-    run.numbers = numbers
+    done.evaluation, done.evaluating = {"step": done.step, "numbers": numbers}, False
     write_metrics(run, {"step": done.step, **numbers, **run.totals()})
     if not run.progress.quiet:
         run.progress.report(f"step {done.step}: " + ", ".join(f"{n} {value:.4f}" for n, value in numbers.items()))
-    improved = done.best is None or numbers[key] > done.best["value"]
+    improved = not done.bad_in_a_row and (done.best is None or numbers[key] > done.best["value"])
     if improved:
         done.best = {"step": done.step, "name": key, "value": numbers[key]}
     if not run.team.leads:

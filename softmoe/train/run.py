@@ -65,6 +65,10 @@ class TrainState:
     bad_in_a_row: int = 0
     device_seconds: float = 0.0
     best: dict[str, Any] | None = None
+    evaluation: dict[str, Any] | None = None
+    """Step and numbers of the last evaluation."""
+    evaluating: bool = False
+    """An evaluation has begun and not ended: a run that stopped there makes up for it when it goes on."""
 
 
 @dataclass
@@ -95,8 +99,6 @@ class Run:
     sinks: list[Sink] = field(default_factory=list)
     done: TrainState = field(default_factory=TrainState)
     watch: HealthWatch = field(default_factory=HealthWatch)
-    numbers: dict[str, float] = field(default_factory=dict)
-    """What the last evaluation found."""
     saved_step: int | None = None
 
     def totals(self) -> dict[str, float]:
@@ -105,8 +107,29 @@ class Run:
         seconds = round(self.done.device_seconds, 3)
         return {"images": images, "flops": images * self.flops_per_image, "device_seconds": seconds}
 
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The numbers of the last evaluation; empty if there was none."""
+        return {} if self.done.evaluation is None else self.done.evaluation["numbers"]
+
+    def problems(self) -> list[str]:
+        """Sentences on what a run that has ended could not keep."""
+        found, step, newest = [], self.done.step, self.store.last_good
+        kept = "there is no checkpoint" if newest is None else f"the newest checkpoint is of step {newest}"
+        if self.done.bad_in_a_row:
+            found.append(
+                f"the last {self.done.bad_in_a_row} steps gave no finite loss or gradient and were skipped, so step "
+                f"{step} is not saved; {kept}"
+            )
+        elif newest != step:
+            found.append(f"step {step} could not be saved; {kept}. Make room, and the same command continues from it")
+        if self.metrics.waiting:
+            found.append(f"{len(self.metrics.waiting)} lines of {self.metrics.path} could not be written")
+        return found
+
     def close(self) -> None:
         self.store.wait()
+        self.metrics.write_waiting()
         self.progress.close()
         for sink in self.sinks:
             sink.close()
