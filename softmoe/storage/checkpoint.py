@@ -298,8 +298,11 @@ def optimizer_targets(found: Mapping[str, Spec], optimizer: torch.optim.Optimize
             dtype = getattr(optimizer, "state_dtype", None) or parameter.dtype
             expected = Spec(dtype, tuple(parameter.shape))
             targets[key] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-        if spec != expected:
-            raise ValueError(f"{key} is {spec} in the checkpoint and {expected} in this run")
+        if spec.shape != expected.shape:
+            shapes = list(spec.shape), list(expected.shape)
+            raise ValueError(f"{key} is {shapes[0]} in the checkpoint and {shapes[1]} in this run")
+        if spec.dtype != expected.dtype:
+            raise ValueError(f"{key} is {spec.dtype} in the checkpoint and {expected.dtype} in this run")
     for name, has in parts.items():
         if has != wanted:
             raise ValueError(

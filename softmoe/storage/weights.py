@@ -51,9 +51,6 @@ class Spec:
     def of(cls, tensor: Tensor) -> "Spec":
         return cls(tensor.dtype, tuple(tensor.shape))
 
-    def __str__(self) -> str:
-        return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
-
     @property
     def bytes(self) -> int:
         return self.dtype.itemsize * torch.Size(self.shape).numel()

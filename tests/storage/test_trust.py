@@ -68,11 +68,11 @@ def repair(folder: Path) -> None:
     [
         (
             lambda t, k: t.update({k: t[k][:1].clone()}),
-            r"is \[1, 3\] \w+ in the checkpoint and \[4, 3\] \w+ in this run",
+            r"is \[1, 3\] in the checkpoint and \[4, 3\] in this run",
         ),
-        (lambda t, k: t.update({k: torch.zeros(40, 3)}), r"is \[40, 3\] float32 in the checkpoint and \[4, 3\]"),
-        (lambda t, k: t.update({k: t[k].double()}), r"is \[4, 3\] float64 in the checkpoint and \[4, 3\] "),
-        (lambda t, k: t.update({k: t[k].to(torch.int8)}), r"is \[4, 3\] int8 in the checkpoint"),
+        (lambda t, k: t.update({k: torch.zeros(40, 3)}), r"is \[40, 3\] in the checkpoint and \[4, 3\]"),
+        (lambda t, k: t.update({k: t[k].double()}), r"is torch.float64 in the checkpoint and torch\.\w+ in"),
+        (lambda t, k: t.update({k: t[k].to(torch.int8)}), r"is torch.int8 in the checkpoint"),
         (lambda t, k: t.update({k: t[k] * float("nan")}), "not finite"),
         (lambda t, k: t.update({"weight/max_exp": t[k].clone()}), "weight/max_exp, which .* does not know"),
         (lambda t, k: t.update({"other/exp_avg": t[k].clone()}), "'other', which this run does not train"),
@@ -95,8 +95,8 @@ def test_moments_that_do_not_fit(tmp_path: Path, settings: dict, change: Callabl
         (lambda t: t.pop("weight/exp_avg_sq"), "no weight/exp_avg_sq, which AdamW needs"),
         (lambda t: t.update({"bias/step": torch.tensor(7.0)}), "of step 2, but bias/step says 7 updates"),
         (lambda t: t.update({"bias/step": torch.tensor(-1.0)}), "says -1 updates"),
-        (lambda t: t.update({"bias/step": torch.ones(2)}), r"bias/step is \[2\] float32 in the checkpoint and \[\]"),
-        (lambda t: t.update({"bias/step": torch.tensor(2)}), r"bias/step is \[\] int64"),
+        (lambda t: t.update({"bias/step": torch.ones(2)}), r"bias/step is \[2\] in the checkpoint and \[\]"),
+        (lambda t: t.update({"bias/step": torch.tensor(2)}), "bias/step is torch.int64"),
     ],
 )
 def test_optimizer_state_that_cannot_be(tmp_path: Path, change: Callable, words: str):
