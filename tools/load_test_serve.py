@@ -283,7 +283,7 @@ def measure(a: argparse.Namespace, folder: str, temporary: Path) -> dict[str, ob
         own, shared, memory = asyncio.run(under_attack(server.pid, port, body, a.seconds))
         ended = end(server, log)
         stop.set()
-        strangers = results.get(timeout=60)
+        strangers = results.get(timeout=300)
     finally:
         server.kill()
         if attacker is not None:
@@ -301,7 +301,7 @@ def measure(a: argparse.Namespace, folder: str, temporary: Path) -> dict[str, ob
         "calm": calm.facts(),
         "good": {"own_address": own.facts(), "address_of_the_load": shared.facts()},
         "strangers": strangers,
-        "memory_thirds": [thirds[0], thirds[1]],
+        "memory_thirds": thirds,
         "memory_peak": max(sum(m) for m in memory),
         "memory": memory[:: max(1, len(memory) // 30)],
         "end": asdict(ended),
@@ -309,7 +309,7 @@ def measure(a: argparse.Namespace, folder: str, temporary: Path) -> dict[str, ob
 
 
 def show(facts) -> None:
-    """The table of docs/security.md."""
+    """Print the table of docs/security.md."""
     load = sum(facts["strangers"]["load"]["answers"].values()) / facts["seconds"]
     print(f"rate before the attack    {facts['rate']:.1f} images/s with {facts['clients']} clients")
     print(f"load                      {load:.0f} requests/s, {load / facts['rate']:.1f} times that")
@@ -321,10 +321,9 @@ def show(facts) -> None:
     print(f"memory of the service     {first['service']:.0f} MB in the first third, {last['service']:.0f} in the last")
     children = f"{first['children']:.0f} MB, {last['children']:.0f}"
     print(f"and of its children       {children}; peak {facts['memory_peak']:.0f} of all")
-    end = facts["end"]
-    print(f"SIGTERM                   exit code {end['code']} after {end['seconds']:.1f} s")
-    print(f"processes left            {end['processes_left']}")
-    print(f"lines in its log          {end['lines_logged']}")
+    print(f"SIGTERM                   exit code {facts['end']['code']} after {facts['end']['seconds']:.1f} s")
+    print(f"processes left            {facts['end']['processes_left']}")
+    print(f"lines in its log          {facts['end']['lines_logged']}")
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ BACKLOG = 128  # connections that the system may hold before they are taken, and
 _FILES = BACKLOG + 64  # open files that are not connections kept
 _READ_SIZE = 65_536  # bytes; asyncio's own 262,144 in chunks of one byte keep the event loop busy for seconds
 _HEADER_BYTES = 16_384
-_CLOSING = 2.0  # seconds, after those for requests under way, until the process ends whatever it does
+_CLOSING = 1.5  # seconds, after those for requests under way, until the process ends whatever it does
 
 
 class Connection(H11Protocol):
