@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from softmoe.data import Batch
 from softmoe.models.classification import Loss, Totals
-from softmoe.models.modes import evaluating
+from softmoe.moe.record import evaluating
 
 
 class Beside(nn.Module):

@@ -20,7 +20,7 @@ import torch
 from softmoe.data import Batch, Source, Transform, evaluation_batches
 from softmoe.data.files import cache_folder
 from softmoe.models import VisionTransformer
-from softmoe.models.modes import evaluating
+from softmoe.moe.record import evaluating
 from softmoe.storage.files import read_json, sha256, whole_folder, write_json
 
 _VERSION = 2

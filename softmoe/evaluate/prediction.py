@@ -10,7 +10,7 @@ import torch
 
 from softmoe.data import evaluation_batches
 from softmoe.evaluate.inputs import FileSource, Loaded
-from softmoe.models.modes import evaluating
+from softmoe.moe.record import evaluating
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from softmoe.evaluate.features import Features, extract
 from softmoe.evaluate.inputs import evaluation_transform, open_model, preprocessing_at
 from softmoe.machine import choose_device
 from softmoe.models import TwoTower
-from softmoe.models.modes import evaluating
+from softmoe.moe.record import evaluating
 from softmoe.storage import Preprocessing, SavedModel, load_two_tower
 
 _CHUNK = 4096  # features projected at a time

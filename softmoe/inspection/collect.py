@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from softmoe.inspection.correlation import correlation_summary
 from softmoe.inspection.samples import Sample
 from softmoe.inspection.statistics import LayerStatistics, layer_statistics
-from softmoe.models.modes import evaluating
 from softmoe.moe import Router
-from softmoe.moe.record import moe_layers, record
+from softmoe.moe.record import evaluating, moe_layers, record
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from softmoe.inspection.collect import Inspection, layer_results
 from softmoe.inspection.page import write_page
 from softmoe.inspection.samples import Sample, evenly, take_weights
 from softmoe.models import VisionTransformer
-from softmoe.models.modes import evaluating
-from softmoe.moe.record import moe_layers
+from softmoe.moe.record import evaluating, moe_layers
 
 
 def inspect_source(

@@ -1,4 +1,4 @@
-"""What a model is: plain frozen settings, kept beside every saved model."""
+"""The settings that make a model: plain and frozen, kept beside every saved model."""
 
 import difflib
 from collections.abc import Iterable

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from softmoe.moe.init import lecun_normal_, normal_
+from softmoe.moe.experts import lecun_normal_, normal_
 
 
 class PatchEmbed(nn.Module):

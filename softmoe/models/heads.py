@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from softmoe.models.transformer import MLP, NORM_EPS, Attention
-from softmoe.moe.init import lecun_normal_, xavier_uniform_
+from softmoe.moe.experts import lecun_normal_, xavier_uniform_
 
 
 class MeanPool(nn.Module):

@@ -7,11 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from softmoe.models.config import TextConfig
-from softmoe.models.heads import AttentionPool, FirstPool, LastPool, MeanPool, Projection
-from softmoe.models.transformer import Encoder
-from softmoe.models.vit import make_mlp
-from softmoe.moe.experts import ACTIVATIONS
-from softmoe.moe.init import normal_
+from softmoe.models.heads import Projection
+from softmoe.models.vit import make_encoder, make_pool
+from softmoe.moe.experts import ACTIVATIONS, normal_
 
 POOLS = ("last", "mean", "class", "attention")
 
@@ -31,23 +29,8 @@ class TextTransformer(nn.Module):
         self.embed = TokenEmbed(config.vocab_size, D)
         self.class_token = nn.Parameter(torch.zeros(1, 1, D)) if config.pool == "class" else None
         self.positions = TextPositions(config.tokens, D)
-        self.encoder = Encoder(
-            D,
-            config.depth,
-            config.heads,
-            lambda index: make_mlp(config, index),
-            qk_norm=config.qk_norm,
-            dropout=config.dropout,
-            attention_dropout=config.attention_dropout,
-        )
-        self.pool: nn.Module = {
-            "last": LastPool,
-            "mean": MeanPool,
-            "class": FirstPool,
-            "attention": lambda: AttentionPool(
-                D, config.heads, config.mlp_dim, qk_norm=config.qk_norm, activation=config.activation
-            ),
-        }[config.pool]()
+        self.encoder = make_encoder(config)
+        self.pool = make_pool(config)
         self.projection = Projection(D, out_dim)
 
     def forward(self, tokens_BM: Tensor) -> Tensor:

@@ -10,8 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from softmoe.moe import MoE
-from softmoe.moe.experts import make_gelu
-from softmoe.moe.init import normal_, xavier_uniform_
+from softmoe.moe.experts import make_gelu, normal_, xavier_uniform_
 
 NORM_EPS = 1e-6
 

@@ -18,7 +18,7 @@ EPS = 1e-8
 
 
 class Embeddings(NamedTuple):
-    """What a contrastive loss needs. Logits are image @ text.T * scale + bias."""
+    """The vectors and numbers a contrastive loss needs. Logits are image @ text.T * scale + bias."""
 
     image: Tensor | None
     """(B, E) of length 1"""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from softmoe.models.config import TextConfig, ViTConfig
 from softmoe.models.embed import LearnedPositions, PatchEmbed, SinCosPositions
-from softmoe.models.heads import AttentionPool, FirstPool, Head, MeanPool, PreLogits
+from softmoe.models.heads import AttentionPool, FirstPool, Head, LastPool, MeanPool, PreLogits
 from softmoe.models.transformer import MLP, Encoder
 from softmoe.moe.experts import ACTIVATIONS
 
@@ -30,28 +30,11 @@ class VisionTransformer(nn.Module):
         self.class_token = nn.Parameter(torch.zeros(1, 1, D)) if prefix else None
         kinds = {"learned": LearnedPositions, "sincos": SinCosPositions}
         self.positions = None if config.positions == "none" else kinds[config.positions](grid, D, prefix)
-        self.encoder = Encoder(
-            D,
-            config.depth,
-            config.heads,
-            self._make_mlp,
-            qk_norm=config.qk_norm,
-            dropout=config.dropout,
-            attention_dropout=config.attention_dropout,
-        )
-        self.pool: nn.Module = {
-            "mean": MeanPool,
-            "class": FirstPool,
-            "attention": lambda: AttentionPool(
-                D, config.heads, config.mlp_dim, qk_norm=config.qk_norm, activation=config.activation
-            ),
-        }[config.pool]()
+        self.encoder = make_encoder(config)
+        self.pool = make_pool(config)
         features = config.representation_size or D
         self.pre_logits = PreLogits(D, features) if config.representation_size else nn.Identity()
         self.head = nn.Identity() if config.num_classes is None else Head(features, config.num_classes)
-
-    def _make_mlp(self, index: int) -> nn.Module:
-        return make_mlp(self.config, index)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(images))
@@ -78,12 +61,24 @@ class VisionTransformer(nn.Module):
         self.encoder.checkpoint_blocks = enabled
 
 
-def make_mlp(config: ViTConfig | TextConfig, index: int) -> nn.Module:
-    """What stands in the MLP's place of block `index`: experts, or an MLP."""
+def make_encoder(config: ViTConfig | TextConfig) -> Encoder:
+    """The blocks of a tower, with experts in the MLP's place where the settings say so."""
     c = config
-    if c.moe and index in c.moe_blocks:
-        return c.moe.make_layer(c.width, c.mlp_dim, c.dropout, c.activation)
-    return MLP(c.width, c.mlp_dim, dropout=c.dropout, activation=c.activation)
+
+    def make_mlp(index: int) -> nn.Module:
+        if c.moe and index in c.moe_blocks:
+            return c.moe.make_layer(c.width, c.mlp_dim, c.dropout, c.activation)
+        return MLP(c.width, c.mlp_dim, dropout=c.dropout, activation=c.activation)
+
+    options = {"qk_norm": c.qk_norm, "dropout": c.dropout, "attention_dropout": c.attention_dropout}
+    return Encoder(c.width, c.depth, c.heads, make_mlp, **options)
+
+
+def make_pool(config: ViTConfig | TextConfig) -> nn.Module:
+    c = config
+    if c.pool == "attention":
+        return AttentionPool(c.width, c.heads, c.mlp_dim, qk_norm=c.qk_norm, activation=c.activation)
+    return {"mean": MeanPool, "class": FirstPool, "last": LastPool}[c.pool]()
 
 
 def check(config: ViTConfig) -> None:

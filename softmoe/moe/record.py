@@ -1,4 +1,4 @@
-"""Keep what the routers of a model decide, from outside: the layers compute as always and are not told."""
+"""Look at a model from outside and leave it as it was: its routers' decisions, its outputs in evaluation mode."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -77,3 +77,16 @@ def moe_layers(model: nn.Module) -> dict[str, Router]:
 def layer_name(path: str) -> str:
     """encoder.blocks.3.mlp for encoder.blocks.3.mlp.router; the layer alone, without a model, is called moe."""
     return "moe" if path in ("", "router") else path.removesuffix(".router")
+
+
+@contextmanager
+def evaluating(*models: nn.Module) -> Iterator[None]:
+    """Turn dropout and routing noise off; afterwards each model is in the mode it was in."""
+    modes = [model.training for model in models]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for model, mode in zip(models, modes, strict=True):
+            model.train(mode)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from softmoe.moe.init import lecun_normal_
+from softmoe.moe.experts import lecun_normal_
 from softmoe.moe.routing import (
     Router,
     RouterConfig,

@@ -5,7 +5,7 @@ expert and group (the capacity); T = B*M tokens in all, S = G*C rows per expert.
 
 Tokens are routed in groups: one image by default, or `group_size` consecutive tokens, which may span images. A
 last group that is not full is padded with masked tokens. Rows are moved by index (see SparseRouting): nothing of
-size L x N x C is ever made.
+size L x N x C is ever made. The losses that balance Tokens Choice give one value per group; masked tokens do not count.
 """
 
 import math
@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from softmoe.moe.init import lecun_normal_
-from softmoe.moe.losses import gshard_loss, importance_loss, load_loss
+from softmoe.moe.experts import lecun_normal_
 from softmoe.moe.routing import (
     Router,
     RouterConfig,
@@ -67,7 +66,7 @@ class ExpertsChoiceConfig(SparseConfig, name="experts_choice"):
 
 @dataclass(frozen=True)
 class Gates:
-    """What both sparse routers start from. `noisy` logits equal the clean ones when there is no noise."""
+    """The gates that both sparse routers start from. `noisy` logits equal the clean ones when there is no noise."""
 
     logits_GLN: Tensor
     noisy_GLN: Tensor
@@ -83,13 +82,13 @@ class SparseRouter(Router):
         self,
         dim: int,
         num_experts: int,
-        *,
         capacity_factor: float = 1.0,
+        group_size: int | None = None,
+        noise_std: float = 1.0,
+        *,
         capacity: int | None = None,
         capacity_rounding: str = "round",
         capacity_multiple_of: int = 1,
-        group_size: int | None = None,
-        noise_std: float = 1.0,
     ):
         super().__init__(dim, num_experts)
         if capacity_factor <= 0:
@@ -166,12 +165,12 @@ class TokensChoiceRouter(SparseRouter):
         super().__init__(
             dim,
             num_experts,
-            capacity_factor=capacity_factor,
+            capacity_factor,
+            group_size,
+            noise_std,
             capacity=capacity,
             capacity_rounding=capacity_rounding,
             capacity_multiple_of=capacity_multiple_of,
-            group_size=group_size,
-            noise_std=noise_std,
         )
         if not 1 <= top_k <= num_experts:
             raise ValueError(f"top_k must be between 1 and the {num_experts} experts, got {top_k}")
@@ -227,29 +226,6 @@ class ExpertsChoiceRouter(SparseRouter):
 
     The softmax is over experts, per token. A token may be taken by any number of experts, or by none.
     """
-
-    def __init__(
-        self,
-        dim: int,
-        num_experts: int,
-        capacity_factor: float = 1.0,
-        group_size: int | None = None,
-        noise_std: float = 1.0,
-        *,
-        capacity: int | None = None,
-        capacity_rounding: str = "round",
-        capacity_multiple_of: int = 1,
-    ):
-        super().__init__(
-            dim,
-            num_experts,
-            capacity_factor=capacity_factor,
-            capacity=capacity,
-            capacity_rounding=capacity_rounding,
-            capacity_multiple_of=capacity_multiple_of,
-            group_size=group_size,
-            noise_std=noise_std,
-        )
 
     def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> SparseRouting:
         g = self.compute_gates(x_BMD, mask)
@@ -313,3 +289,38 @@ def buffer_positions(expert_GLK: Tensor, priority_GL: Tensor | None, mask_GL: Te
     rank_GQ = torch.arange(L * K, device=expert_GLK.device) - first_GQ
     place_GKL = torch.empty_like(rank_GQ).scatter(1, order_GQ, rank_GQ).view(G, K, L)
     return torch.empty_like(place_GKL).scatter(2, token_GKL, place_GKL).transpose(1, 2)
+
+
+def importance_loss(clean_GLN: Tensor, mask_GL: Tensor) -> Tensor:
+    """Squared coefficient of variation of the summed (noise-free) gates per expert."""
+    return squared_variation((clean_GLN * mask_GL.unsqueeze(-1)).sum(1))
+
+
+def load_loss(
+    clean_logits_GLN: Tensor, noisy_logits_GLN: Tensor, noise_scale: float, top_k: int, mask_GL: Tensor
+) -> Tensor:
+    """Squared coefficient of variation of the chance that an expert is among the K first, were its noise drawn anew."""
+    threshold_GL1 = noisy_logits_GLN.topk(top_k, dim=-1).values[..., -1:]
+    distance_GLN = (threshold_GL1 - clean_logits_GLN) / noise_scale
+    chosen_GLN = 0.5 * torch.erfc(distance_GLN / math.sqrt(2.0))
+    return squared_variation(mean_over_tokens(chosen_GLN, mask_GL))
+
+
+def gshard_loss(gates_GLN: Tensor, first_GL: Tensor, mask_GL: Tensor) -> Tensor:
+    """N * sum over experts of mean gate times share of first choices; 1 when balanced. Gradient by the gates only."""
+    N = gates_GLN.shape[-1]
+    first_GLN = torch.zeros_like(gates_GLN).scatter(-1, first_GL.unsqueeze(-1), 1.0)
+    share_GN = mean_over_tokens(first_GLN, mask_GL)
+    return N * (mean_over_tokens(gates_GLN, mask_GL) * share_GN).sum(-1)
+
+
+def squared_variation(x_GN: Tensor) -> Tensor:
+    """(standard deviation / mean)^2 over experts, population deviation; 0 for a group without real tokens."""
+    mean_G1 = x_GN.mean(-1, keepdim=True)
+    safe_G1 = torch.where(mean_G1 > 0, mean_G1, 1.0)
+    return ((x_GN - mean_G1) / safe_G1).square().mean(-1)
+
+
+def mean_over_tokens(x_GLN: Tensor, mask_GL: Tensor) -> Tensor:
+    count_G1 = mask_GL.sum(1, keepdim=True).clamp(min=1)
+    return (x_GLN * mask_GL.unsqueeze(-1)).sum(1) / count_G1

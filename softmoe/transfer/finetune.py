@@ -12,7 +12,7 @@ from pathlib import Path
 
 from softmoe.convert.files import read_model
 from softmoe.models import ViTConfig
-from softmoe.models.variants import SIZES
+from softmoe.models.registry import SIZES
 from softmoe.storage import open_saved
 from softmoe.train.config import ModelSection, TrainConfig
 

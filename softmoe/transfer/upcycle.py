@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from softmoe.models import MoEConfig, VisionTransformer
-from softmoe.models.modes import evaluating
 from softmoe.models.transformer import MLP, Block
 from softmoe.moe import Experts, MoE
+from softmoe.moe.record import evaluating
 from softmoe.transfer.upcycle_routers import WAYS, can_start_near, refine, start_near
 
 INITS = ("copy", *WAYS, "closest")

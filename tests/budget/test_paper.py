@@ -21,7 +21,7 @@ from softmoe.budget.paper import (
 )
 from softmoe.budget.paper.misfits import LARGE
 from softmoe.models import create_model, model_config
-from softmoe.models.variants import PAPER_MODELS
+from softmoe.models.registry import PAPER_MODELS
 from softmoe.moe import TokensChoiceConfig
 
 LONG, PARETO = compare_long_runs(), compare_pareto_runs()

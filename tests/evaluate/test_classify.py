@@ -12,7 +12,7 @@ from softmoe.data import Batch
 from softmoe.evaluate.classify import classification, count, outputs_of
 from softmoe.models import create_model
 from softmoe.models.classification import BINS, Totals
-from softmoe.models.modes import evaluating
+from softmoe.moe.record import evaluating
 
 
 def batch(images: torch.Tensor, labels: torch.Tensor) -> Batch:

@@ -7,8 +7,7 @@ from softmoe.data import to_tensor
 from softmoe.inspection.collect import Inspection, layer_results
 from softmoe.inspection.samples import Sample, take_weights
 from softmoe.models import VisionTransformer, create_model
-from softmoe.models.modes import evaluating
-from softmoe.moe.record import moe_layers
+from softmoe.moe.record import evaluating, moe_layers
 
 HOSTILE = '</script><script>window.hacked=1</script><img src=x onerror="window.hacked=2">\'&amp;'
 

@@ -7,7 +7,7 @@ import torch
 
 from softmoe import create_model, list_models
 from softmoe.models import MoEConfig, ViTConfig, model_config
-from softmoe.models.variants import PAPER_MODELS, SIZES
+from softmoe.models.registry import PAPER_MODELS, SIZES
 from softmoe.moe.routing import ROUTERS
 
 COUNTS = {  # at 224 pixels with 29,593 classes, as in the paper

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from softmoe.moe.losses import gshard_loss, importance_loss, load_loss
+from softmoe.moe.sparse import gshard_loss, importance_loss, load_loss
 
 GATES = [[0.5, 0.4, 0.1], [0.3, 0.3, 0.4], [0.1, 0.2, 0.7], [0.8, 0.2, 0.0]]
 LOGITS = [[0.9, 0.06, 0.04], [0.7, 0.18, 0.12], [0.85, 0.05, 0.1]]
