@@ -19,9 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from softmoe.models import VisionTransformer, ViTConfig
-from softmoe.parallel.mesh import Sizes, make_mesh
 from softmoe.parallel.reduce import local
-from softmoe.parallel.spread import apply
+from softmoe.parallel.spread import Sizes, apply, make_mesh
 
 
 @dataclass(frozen=True)

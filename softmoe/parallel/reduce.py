@@ -1,4 +1,4 @@
-"""Compute numbers about the whole job: the true norm of a sharded gradient, means over ranks."""
+"""Bring the ranks' numbers together: the true norm of a sharded gradient, means over ranks, the rows of all ranks."""
 
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -40,13 +40,11 @@ def local_shard(tensor: Tensor, model: Tensor) -> Tensor:
 
 def copies(tensor: Tensor) -> int:
     """Count the ranks that keep the same part of a tensor."""
-    if not dist.is_initialized():
-        return 1
     parts = 1
     if is_spread(tensor):
         for place, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
             parts *= size if place.is_shard() else 1
-    return dist.get_world_size() // parts
+    return ranks() // parts
 
 
 def global_norm(tensors: Iterable[Tensor]) -> Tensor:
@@ -74,7 +72,7 @@ def clip_by_global_norm(
 
 def sum_over_ranks(values: Tensor) -> Tensor:
     """Return the sum as a new tensor, the same on every rank; `values` itself where there is one process."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if ranks() == 1:
         return values
     total = values.clone()
     dist.all_reduce(total)
@@ -82,5 +80,27 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 def mean_over_ranks(values: Tensor) -> Tensor:
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    return sum_over_ranks(values) / world
+    return sum_over_ranks(values) / ranks()
+
+
+def gather_rows(rows: Tensor) -> Tensor:
+    """Gather (B, ...) on each of W ranks -> (W * B, ...), in the order of the ranks; B must be the same on all.
+
+    Its gradient is added up over the ranks: where every rank takes the mean loss of its own rows, and gradients of
+    weights are averaged over the ranks, they are those of the mean over the whole batch.
+    """
+    if ranks() == 1:
+        return rows
+    from torch.distributed._functional_collectives import all_gather_tensor_autograd, wait_tensor  # slow to import
+
+    assert dist.group.WORLD is not None
+    return wait_tensor(all_gather_tensor_autograd(rows.contiguous(), 0, dist.group.WORLD))
+
+
+def first_row(rows: Tensor) -> int:
+    """Return where this rank's rows begin among those of all."""
+    return dist.get_rank() * rows.shape[0] if ranks() > 1 else 0
+
+
+def ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1

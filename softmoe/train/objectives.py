@@ -17,7 +17,7 @@ from softmoe.data import Tokenizer
 from softmoe.models import Embeddings
 from softmoe.models.classification import LOSSES, class_weights
 from softmoe.moe.routing import no_autocast
-from softmoe.parallel.gather import first_row, gather_rows
+from softmoe.parallel.reduce import first_row, gather_rows
 from softmoe.train.config import ObjectiveSection
 
 

@@ -14,7 +14,7 @@ from two_towers import two_towers
 
 from softmoe import parallel
 from softmoe.models import TwoTower
-from softmoe.parallel.gather import gather_rows
+from softmoe.parallel.reduce import gather_rows
 from softmoe.train import TextSection, TrainConfig, train
 from softmoe.train.objectives import contrastive_loss
 
