@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from softmoe.bench.roofline import WORD, Probes, Work, soft_layer
-from softmoe.bench.timing import Timing, interleave
+from softmoe.bench.timing import WORD, Probes, Timing, Work, interleave, soft_layer
 from softmoe.budget import cost
 from softmoe.inference import WEIGHTS, Weights, kernel, prepare
 from softmoe.models import create_model

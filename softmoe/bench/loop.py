@@ -13,8 +13,7 @@ import numpy as np
 from PIL import Image
 
 from softmoe.bench.cases import Row
-from softmoe.bench.roofline import Probes, Work
-from softmoe.bench.timing import Timing, interleave, summarize
+from softmoe.bench.timing import Probes, Timing, Work, interleave, summarize
 from softmoe.budget import cost
 from softmoe.data import Batch, Loader, Transform, TransformConfig, open_source
 from softmoe.recipes import quickstart, quickstart_dense

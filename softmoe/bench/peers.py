@@ -24,8 +24,7 @@ from torch import nn
 from softmoe import accelerate
 from softmoe.accelerate.buffers import InBackward
 from softmoe.bench.cases import Contender, D, H, M, Row, compare, forward_step
-from softmoe.bench.roofline import Probes, Work, mlp, soft_layer
-from softmoe.bench.timing import Timing, interleave
+from softmoe.bench.timing import Probes, Timing, Work, interleave, mlp, soft_layer
 from softmoe.budget import cost
 from softmoe.models import VisionTransformer, ViTConfig, model_config
 from softmoe.models.transformer import MLP, Block

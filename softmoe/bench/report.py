@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from softmoe.bench.cases import Row
-from softmoe.bench.roofline import Roofline, machine_facts
-from softmoe.bench.timing import Timing
+from softmoe.bench.timing import Roofline, Timing, machine_facts
 
 
 def as_text(rows: Iterable[Row]) -> Iterator[str]:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from softmoe.bench.cases import Contender, D, H, M, Row, compare
-from softmoe.bench.roofline import WORD, Probes, soft_layer, sparse_layer
-from softmoe.bench.timing import interleave
+from softmoe.bench.timing import WORD, Probes, interleave, soft_layer, sparse_layer
 from softmoe.moe import Experts, ExpertsChoiceRouter, MoE, Router, Routing, SoftRouter, TokensChoiceRouter
 from softmoe.moe.routing import SparseRouting
 

@@ -1,9 +1,16 @@
 """Time several functions fairly on a noisy machine: in turn, many times, medians."""
 
+import os
+import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from softmoe.machine import first_core
 
 
 @dataclass(frozen=True)
@@ -42,3 +49,111 @@ def summarize(values: list[float]) -> Timing:
     median = statistics.median(values)
     quartiles = statistics.quantiles(values, n=4) if len(values) > 2 else [min(values), median, max(values)]
     return Timing(median, (quartiles[2] - quartiles[0]) / 2 / median, len(values))
+
+
+WORD = 4  # bytes of a float32
+
+
+@dataclass(frozen=True)
+class Roofline:
+    flops_per_second: float
+    bytes_per_second: float
+
+    def seconds(self, flops: float, moved_bytes: float) -> float:
+        """Return the least time for that much arithmetic and memory traffic: the slower of the two."""
+        return max(flops / self.flops_per_second, moved_bytes / self.bytes_per_second)
+
+
+class Probes:
+    """Two functions whose speed is the roofline, timed in turn with what they judge: a busy machine slows all.
+
+    A product of two 2048-square matrices, and reading 256 MiB (a sum: the traffic of weights that are used once).
+    """
+
+    SIZE, WORDS = 2048, 1 << 26
+    PRODUCT, READ = "(product)", "(read)"
+
+    def __init__(self) -> None:
+        self.a, self.b = torch.randn(self.SIZE, self.SIZE), torch.randn(self.SIZE, self.SIZE)
+        self.words = torch.ones(self.WORDS)
+
+    def functions(self) -> dict[str, Callable[[], object]]:
+        return {self.PRODUCT: lambda: self.a @ self.b, self.READ: self.words.sum}
+
+    def roofline(self, timings: Mapping[str, Timing]) -> Roofline:
+        bytes_read = self.words.numel() * self.words.element_size()
+        return Roofline(2 * self.SIZE**3 / timings[self.PRODUCT].median, bytes_read / timings[self.READ].median)
+
+
+def measure_roofline(rounds: int = 7) -> Roofline:
+    probes = Probes()
+    return probes.roofline(interleave(probes.functions(), rounds=rounds))
+
+
+def machine() -> dict[str, Any]:
+    """Collect what a reader needs to place the figures."""
+    return {
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "environment": {
+            key: os.environ[key] for key in sorted(os.environ) if key.startswith(("OMP_", "ONEDNN_", "THP_"))
+        },
+    }
+
+
+def cpu_name() -> str:
+    return first_core().get("model name") or platform.processor() or platform.machine()
+
+
+def machine_line(roofline: Roofline) -> str:
+    """Name the machine and its two rates in one line."""
+    m = machine()
+    return (
+        f"{m['cpu']}, {m['cores']} cores, {m['threads']} threads, torch {m['torch']}, {m['capability']}: "
+        f"{roofline.flops_per_second / 1e9:.0f} GFLOP/s, {roofline.bytes_per_second / 1e9:.1f} GB/s"
+    )
+
+
+def machine_facts(roofline: Roofline) -> dict[str, Any]:
+    return {**machine(), **asdict(roofline)}
+
+
+@dataclass(frozen=True)
+class Work:
+    """A forward pass counted as multiply-accumulates, parameters read once, and numbers that go in and come out."""
+
+    macs: float
+    params: float
+    in_out: float
+
+    def forward(self) -> tuple[float, float]:
+        """Return (FLOPs, bytes)."""
+        return 2 * self.macs, WORD * (self.params + self.in_out)
+
+    def train(self) -> tuple[float, float]:
+        """Return (FLOPs, bytes) of forward, backward and AdamW.
+
+        Parameters are read by the forward and the backward pass and the gradient is written (3 words); AdamW reads
+        parameter, gradient and two moments and writes all but the gradient (7 words). Inputs, outputs and their
+        gradients cross memory once each.
+        """
+        return 6 * self.macs, WORD * (10 * self.params + 2 * self.in_out)
+
+
+def soft_layer(B: int, M: int, D: int, H: int, N: int, P: int) -> Work:
+    routing = 3 * M * D * N * P
+    experts = 2 * N * P * D * H
+    return Work(B * (routing + experts), N * (2 * D * H + H + D) + D * N * P + 1, 2 * B * M * D)
+
+
+def sparse_layer(B: int, M: int, D: int, H: int, N: int, capacity: int) -> Work:
+    """Count a sparse layer, one image a group: the gate, and every slot through its expert."""
+    return Work(B * (M * D * N + 2 * N * capacity * D * H), N * (2 * D * H + H + D) + D * N, 2 * B * M * D)
+
+
+def mlp(rows: int, D: int, H: int) -> Work:
+    return Work(2 * rows * D * H, 2 * D * H + H + D, 2 * rows * D)

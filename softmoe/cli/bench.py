@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     from softmoe.bench import suite
     from softmoe.bench.peers import available_peers
     from softmoe.bench.report import as_text, differences, draw, load, save
-    from softmoe.bench.roofline import Probes, machine, machine_line, measure_roofline
+    from softmoe.bench.timing import Probes, machine, machine_line, measure_roofline
 
     old = None if a.compare is None else load(a.compare)
     roofline = measure_roofline()

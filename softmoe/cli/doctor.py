@@ -55,7 +55,6 @@ def main(argv: list[str]) -> int:
 def model_verdicts(a: Arguments, run: "RunRecord | None") -> "list[Verdict]":
     from softmoe.evaluate import load
     from softmoe.inspection.collect import layer_results
-    from softmoe.inspection.correlation import correlation_summary
     from softmoe.inspection.doctor import (
         Verdict,
         examine_acceleration,
@@ -63,6 +62,7 @@ def model_verdicts(a: Arguments, run: "RunRecord | None") -> "list[Verdict]":
         examine_machine,
         examine_parameters,
     )
+    from softmoe.inspection.statistics import correlation_summary
     from softmoe.moe.record import moe_layers
 
     loaded = load(a.model, device=a.device)

@@ -12,9 +12,8 @@ from torch import Tensor
 from softmoe import __version__
 from softmoe.data import BrokenImage, Example, Source, Transform, evaluation_batches, to_tensor
 from softmoe.inspection import plots
-from softmoe.inspection.collect import Inspection, layer_results
+from softmoe.inspection.collect import Inspection, Sample, evenly, layer_results, take_weights
 from softmoe.inspection.page import write_page
-from softmoe.inspection.samples import Sample, evenly, take_weights
 from softmoe.models import VisionTransformer
 from softmoe.moe.record import evaluating, moe_layers
 

@@ -23,8 +23,7 @@ from PIL import Image
 
 from softmoe import __version__
 from softmoe.budget.report import aligned
-from softmoe.inspection.collect import Inspection
-from softmoe.inspection.samples import FINEST, Sample, Steps, Weights, WeightTable
+from softmoe.inspection.collect import FINEST, Inspection, Sample, Steps, Weights, WeightTable
 
 PAGE = 4_700_000  # bytes for weights, pictures and figures; weights are as fine as fits, so a page stays below 5 MB
 LEVELS = (FINEST, 127, 63, 31, 15)

@@ -4,20 +4,25 @@ Letters: B images, M tokens, N experts, P slots per expert, S = N*P slots, R row
 
 Every class here has `add`, to be called with one batch after the other, and `result`, plain numbers and short lists
 for JSON and plots. Sums are float64 and counts whole numbers, so how the images are cut into batches does not matter.
-Sorting is numpy's: on a CPU it is ten times as fast as torch's for rows this short.
+Sorting is numpy's: on a CPU it is ten times as fast as torch's for rows this short. How alike the slots' parameters are
+(the paper's Appendix J) needs no data.
 """
 
 from typing import Any, Protocol
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from softmoe.inspection.streaming import BANDS, CurveBands, Histogram, chosen_ranks
-from softmoe.moe import DenseRouting, Router, Routing, SparseRouting
+from softmoe.moe import DenseRouting, Router, Routing, SoftRouter, SparseRouting
 
 HEAVY, LIGHT = 2.0, 0.25  # summed dispatch weights of a token that the paper quotes shares for
 LEVELS = (0.5, 0.8, 0.9, 0.95)  # shares of a slot's weight
 CHUNK = 2**21  # weights sorted at a time: bounds the working memory whatever the batch
 SLACK = 1e-6  # rounding of float32 weights: 18 of 36 equal tokens do reach one half
+DUPLICATE = 0.99  # cosine from which two slots ask for the same tokens
+BLOCK = 1024  # slots compared with all others at a time
 
 
 class LayerStatistics(Protocol):
@@ -281,4 +286,46 @@ def curve(bands: CurveBands) -> dict[str, Any]:
         "ranks": bands.ranks.tolist(),
         "mean": bands.mean.tolist(),
         "bands": {str(share): [edge.tolist() for edge in found[str(share)]] for share in BANDS},
+    }
+
+
+def slot_correlation(router: SoftRouter, first: int | None = None) -> Tensor:
+    """Return the (S, S) inner products of normalized slot parameters, ordered by expert; of `first` slots if given."""
+    phi_DS = router.phi.detach().flatten(1).double()[:, :first]
+    unit_DS = torch.nn.functional.normalize(phi_DS, dim=0)
+    return unit_DS.T @ unit_DS
+
+
+@torch.no_grad()
+def correlation_summary(router: Router) -> dict[str, Any] | None:
+    """Return means of the inner products within and between experts, and the share of slots with a double elsewhere.
+
+    Computed in blocks of rows, so thousands of slots need no matrix of all pairs. None for routers without slots.
+    """
+    if not isinstance(router, SoftRouter):
+        return None
+    N, P = router.num_experts, router.slots_per_expert
+    S = N * P
+    unit_DS = torch.nn.functional.normalize(router.phi.flatten(1).double(), dim=0)
+    expert_S = torch.arange(S, device=unit_DS.device) // P
+    own, other = -unit_DS.square().sum().item(), 0.0  # a slot with itself does not count
+    doubles = 0
+    largest = -1.0
+    for start in range(0, S, BLOCK):
+        rows = slice(start, min(start + BLOCK, S))
+        cosine_RS = unit_DS[:, rows].T @ unit_DS
+        same_RS = expert_S[rows, None] == expert_S[None, :]
+        own += cosine_RS[same_RS].sum().item()
+        between_RS = cosine_RS.masked_fill(same_RS, 0.0)
+        other += between_RS.sum().item()
+        if N > 1:
+            nearest_R = cosine_RS.masked_fill(same_RS, -2.0).amax(1)
+            doubles += int((nearest_R > DUPLICATE).sum())
+            largest = max(largest, nearest_R.max().item())
+    return {
+        "within_expert": own / (S * (P - 1)) if P > 1 else None,
+        "between_experts": other / (S * (S - P)) if N > 1 else None,
+        "largest_between": largest if N > 1 else None,
+        "duplicates": doubles / S,
+        "scale": None if router.scale is None else router.scale.item(),
     }

@@ -3,7 +3,7 @@
 import torch
 
 from softmoe.bench.cases import Contender, StoredWork, compare_prepared, stored_bytes
-from softmoe.bench.roofline import Probes, soft_layer
+from softmoe.bench.timing import Probes, soft_layer
 from softmoe.inference import prepare
 from softmoe.moe import SoftMoE
 

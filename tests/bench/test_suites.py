@@ -11,9 +11,8 @@ from torch import nn
 
 from softmoe.bench import SUITES, peers, report, routers, suite
 from softmoe.bench.cases import Row
-from softmoe.bench.roofline import Probes, Roofline
 from softmoe.bench.routers import OneHotRouting, compare_moves
-from softmoe.bench.timing import Timing
+from softmoe.bench.timing import Probes, Roofline, Timing
 from softmoe.cli.bench import Arguments
 from softmoe.models import MoEConfig, ViTConfig
 from softmoe.moe import ExpertsChoiceRouter, SoftRouter, TokensChoiceRouter

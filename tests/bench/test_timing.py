@@ -8,8 +8,16 @@ import torch
 
 from softmoe.bench import cases
 from softmoe.bench.report import as_text, save
-from softmoe.bench.roofline import Probes, Roofline, machine_line, measure_roofline, mlp, soft_layer
-from softmoe.bench.timing import interleave, summarize
+from softmoe.bench.timing import (
+    Probes,
+    Roofline,
+    interleave,
+    machine_line,
+    measure_roofline,
+    mlp,
+    soft_layer,
+    summarize,
+)
 from softmoe.cli import main
 from softmoe.moe import SoftMoE
 

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import softmoe
 from softmoe.budget import cost
-from softmoe.budget.elementwise import FORWARD, TRAIN, elementwise
+from softmoe.budget.count import FORWARD, TRAIN, elementwise
 from softmoe.models import VisionTransformer, ViTConfig, create_model, model_config
 from softmoe.moe.routing import ROUTERS
 

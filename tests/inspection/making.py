@@ -4,8 +4,7 @@ import numpy as np
 import torch
 
 from softmoe.data import to_tensor
-from softmoe.inspection.collect import Inspection, layer_results
-from softmoe.inspection.samples import Sample, take_weights
+from softmoe.inspection.collect import Inspection, Sample, layer_results, take_weights
 from softmoe.models import VisionTransformer, create_model
 from softmoe.moe.record import evaluating, moe_layers
 

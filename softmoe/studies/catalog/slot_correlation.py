@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from statistics import fmean
 from typing import Any
 
-from softmoe.inspection.correlation import correlation_summary, slot_correlation
+from softmoe.inspection.statistics import correlation_summary, slot_correlation
 from softmoe.moe import SoftRouter
 from softmoe.moe.record import moe_layers
 from softmoe.studies.figures import panels, said

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from softmoe.inspection.samples import Steps, compress, different_slots, evenly
+from softmoe.inspection.collect import Steps, compress, different_slots, evenly
 from softmoe.moe import (
     ExpertsChoiceRouter,
     IdentityRouter,
