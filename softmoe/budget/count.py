@@ -1,4 +1,11 @@
-"""Count parameters, multiply-accumulates and FLOPs of any model or pair of towers, per image, without building it."""
+"""Count parameters, multiply-accumulates and FLOPs of any model or pair of towers, per image, without building it.
+
+FLOPs outside the matrix products are counted as XLA does: 1 per element and operation; exp, tanh and rsqrt are free.
+The coefficients of attention, MLP, experts, Soft, Tokens Choice and Experts Choice were read off XLA's analysis of the
+reference code; whole models then agree with it to 0.002 % forward and 0.02 % in training (Tokens Choice 0.2 %). The
+rest (no QK-norm, attention pooling, the tanh layer, fixed routers) follows from the same terms and is an estimate.
+All of it is under 1 % of a usual model. Letters: see parts.py.
+"""
 
 from dataclasses import asdict, dataclass
 from fractions import Fraction
@@ -8,6 +15,8 @@ from softmoe.budget.parts import SPARSE, Part, Routed, checked, macs_without_gra
 from softmoe.models import TextConfig, TwoTowerConfig, VisionTransformer, ViTConfig, model_config
 from softmoe.models.registry import override
 from softmoe.models.two_tower import features_dim
+
+Convention = Literal["ours", "paper"]
 
 
 class RouterTerms(NamedTuple):
@@ -103,9 +112,6 @@ def router_flops(config: ViTConfig, moe: Routed, terms: RouterTerms, one_hot: bo
     return flops + (terms.mask * moe.mask if one_hot else 0)
 
 
-Convention = Literal["ours", "paper"]
-
-
 @dataclass(frozen=True)
 class Cost:
     """The cost of a model, per image.
@@ -113,7 +119,7 @@ class Cost:
     params          all parameters
     macs            multiply-accumulates of the forward pass, in matrix products and convolutions
     forward_flops   2 per multiply-accumulate, and 1 per elementwise operation
-    train_flops     the same, forward and backward; the optimizer is not in it
+    train_flops     those of forward and backward pass; the optimizer is not in it
     parts           name -> (params, macs); they sum to the totals
     """
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from softmoe.inspection import correlation, correlation_summary, slot_correlation
+from softmoe.inspection import correlation_summary, slot_correlation, statistics
 from softmoe.moe import SoftRouter, TokensChoiceRouter, UniformRouter
 
 
@@ -20,7 +20,7 @@ def cosine(a, b):
 @pytest.mark.parametrize("block", [1, 4, 1000])
 def test_summary(monkeypatch, block):
     """Means within and between experts, in blocks of any size."""
-    monkeypatch.setattr(correlation, "BLOCK", block)
+    monkeypatch.setattr(statistics, "BLOCK", block)
     router = SoftRouter(5, 3, 2)
     slots = vectors(router)
     matrix = np.array([[cosine(a, b) for b in slots] for a in slots])
