@@ -19,7 +19,7 @@ from softmoe.budget import cost
 from softmoe.budget.report import aligned
 from softmoe.report.curves import as_svg, comparison, router_health
 from softmoe.report.runs import RunRecord
-from softmoe.storage.strict import flatten
+from softmoe.storage.files import flatten
 
 COLUMNS = ("run", "parameters", "MFLOP/image", "steps", "images", "TFLOP", "seconds", "top-1 %", "top-5 %", "loss")
 

@@ -28,19 +28,15 @@ __all__ = [
     "save_tensors",
     "write_checkpoint",
 ]
-_HOMES = {
-    "checkpoint": ("BrokenCheckpoint", "Snapshot", "read_checkpoint", "write_checkpoint"),
-    "pretrained": ("from_pretrained", "load_saved", "load_two_tower", "save_pretrained", "save_tensors"),
-    "saved": ("Preprocessing", "SavedModel", "TokenizerFile", "open_saved"),
-    "store": ("CheckpointSection", "CheckpointStore"),
-}
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     """Import on first use: who writes a file needs no model."""
     if name == "hub":
         return import_module("softmoe.storage.hub")
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"softmoe.storage.{_HOME[name]}"), name)
+    if name in __all__:
+        for home in ("checkpoint", "store", "saved", "pretrained"):  # each imports those before it
+            module = import_module(f"softmoe.storage.{home}")
+            if hasattr(module, name):
+                return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

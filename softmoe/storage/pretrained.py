@@ -14,8 +14,8 @@ from softmoe import __version__
 from softmoe.models.config import TwoTowerConfig
 from softmoe.models.two_tower import TwoTower
 from softmoe.models.vit import VisionTransformer
-from softmoe.storage.card import model_card
 from softmoe.storage.files import parse_json, read_json, whole_folder, write_bytes, write_json, write_text
+from softmoe.storage.hub import model_card
 from softmoe.storage.saved import (
     TOKENIZER_FILES,
     Architecture,
@@ -28,7 +28,16 @@ from softmoe.storage.saved import (
     parse_preprocessing,
     split_architecture,
 )
-from softmoe.storage.weights import INDEX, SHARD_BYTES, Spec, WeightFiles, check_files, check_finite, write_weights
+from softmoe.storage.weights import (
+    INDEX,
+    SHARD_BYTES,
+    Spec,
+    WeightFiles,
+    check_files,
+    check_finite,
+    count_dtypes,
+    write_weights,
+)
 
 _OURS = ("config.json", "README.md", INDEX, "eval.json", "fewshot.json", *TOKENIZER_FILES)
 _BLOCK = re.compile(r"(image\.|text\.|)encoder\.blocks\.(\d+)\.")
@@ -78,7 +87,7 @@ def save_tensors(
     tokenizer: TokenizerFile | None = None,
     max_shard_bytes: int = SHARD_BYTES,
 ) -> SavedModel:
-    """As `save_pretrained`, for weights that come one by one: `get(name)` is called once for every name in `specs`.
+    """Save weights that come one by one, as `save_pretrained` does: `get(name)` is called once for each of `specs`.
 
     So a model larger than the memory can be written, if its tensors can be made in turn.
     """
@@ -95,10 +104,6 @@ def save_tensors(
     if names is not None and len(names) != config.num_classes:
         raise ValueError(f"{len(names)} class names were given, but the model has {config.num_classes or 'no'} outputs")
     made = {"softmoe": __version__, "date": datetime.now(UTC).isoformat(timespec="seconds")}
-    dtypes: dict[str, int] = {}
-    for spec in specs.values():
-        name = str(spec.dtype).removeprefix("torch.")
-        dtypes[name] = dtypes.get(name, 0) + 1
 
     def get_finite(name: str) -> Tensor:
         tensor = get(name)
@@ -114,7 +119,7 @@ def save_tensors(
             preprocessing or Preprocessing(config.image_shape),
             names,
             files,
-            dtypes,
+            count_dtypes(specs.values()),
             dict(provenance or {}) | made,
             towers,
             tokenizer,
@@ -224,10 +229,7 @@ def check_weights(saved: SavedModel, model: nn.Module, weights: WeightFiles) -> 
         )
     specs = {name: weights.spec(name) for name in weights.names}
     check_specs(model, specs, f"the weights in {folder} do not fit its config.json")
-    counts: dict[str, int] = {}
-    for spec in specs.values():
-        name = str(spec.dtype).removeprefix("torch.")
-        counts[name] = counts.get(name, 0) + 1
+    counts = count_dtypes(specs.values())
     if saved.dtypes is not None and counts != saved.dtypes:
         raise ValueError(f"the weights in {folder} are of the types {counts}, but config.json says {saved.dtypes}")
     return specs

@@ -1,4 +1,4 @@
-"""A saved model's config.json: what it says, read strictly, and where MODEL arguments lead.
+"""Read a saved model's config.json strictly, and find out where MODEL arguments lead.
 
     FOLDER/config.json             format, kind, architecture, preprocessing, classes, provenance, weights
     FOLDER/model.safetensors       or model-00001-of-0000N.safetensors with model.safetensors.index.json
@@ -20,10 +20,66 @@ from softmoe.models.config import MoEConfig, TextConfig, TwoTowerConfig, ViTConf
 from softmoe.moe.routing import ROUTERS
 from softmoe.storage import hub
 from softmoe.storage.checkpoint import read_manifest
-from softmoe.storage.files import FileFacts, follow_link, read_json
-from softmoe.storage.preprocessing import MOST_SIDE, Preprocessing, parse_preprocessing
-from softmoe.storage.strict import check_keys, convert
-from softmoe.storage.weights import FILE_NAME
+from softmoe.storage.files import FileFacts, check_keys, convert, follow_link, read_json
+from softmoe.storage.weights import parse_dtypes, parse_files
+
+MOST_SIDE = 1 << 14
+MOST_PIXELS = 1 << 26
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """How an image becomes the model's input in evaluation."""
+
+    image_size: tuple[int, int] = (224, 224)
+    """Height and width."""
+    crop: str = "central"
+    """central: shorter side to central_ratio times the size, middle cut out; resize: the whole image, stretched."""
+    central_ratio: float = 256 / 224
+    antialias: bool = True
+    value_range: tuple[float, float] = (-1.0, 1.0)
+    """What black and white become. Models of other ranges have the difference folded into their patch embedding."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "image_size", _pair(self.image_size))
+        object.__setattr__(self, "value_range", tuple(self.value_range))
+        if max(self.image_size) > MOST_SIDE or self.image_size[0] * self.image_size[1] > MOST_PIXELS:
+            raise ValueError(f"preprocessing.image_size {list(self.image_size)} is more than can be worked on")
+        if isinstance(self.central_ratio, bool) or not 1.0 <= self.central_ratio <= 100.0:  # also false for NaN
+            raise ValueError(f"preprocessing.central_ratio is from 1 to 100, not {self.central_ratio!r}")
+        if not isinstance(self.antialias, bool):
+            raise ValueError(f"preprocessing.antialias is true or false, not {self.antialias!r}")
+        if self.crop not in ("central", "resize"):
+            raise ValueError(f"preprocessing.crop is central or resize, not {self.crop!r}")
+        if self.value_range != (-1.0, 1.0):
+            raise ValueError(f"preprocessing.value_range is always [-1, 1], not {list(self.value_range)}")
+
+    @classmethod
+    def of(cls, transform: Any) -> "Preprocessing":
+        """Keep the evaluation part of a data transform's settings (softmoe.data.TransformConfig)."""
+        crop = {"inception": "central", "pad_crop": "resize"}.get(transform.crop, transform.crop)  # nothing random
+        return cls(_pair(transform.image_size), crop, transform.central_ratio, transform.antialias)
+
+
+def parse_preprocessing(values: Mapping[str, Any], *, complete: bool = False) -> Preprocessing:
+    """Read preprocessing from a table; that of a file must be `complete`, for nobody can ask what was meant."""
+    names = [f.name for f in fields(Preprocessing)]
+    check_keys(values, names, "preprocessing.")
+    for name in names if complete else names[:1]:
+        if name not in values:
+            raise ValueError(f"preprocessing.{name} is missing")
+    try:
+        return Preprocessing(**values)
+    except TypeError as error:
+        raise ValueError(f"preprocessing has a value of the wrong type ({error})") from error
+
+
+def _pair(size: int | tuple[int, int] | list[int]) -> tuple[int, int]:
+    pair = (size, size) if isinstance(size, int) else tuple(size)
+    if len(pair) != 2 or not all(type(side) is int and side > 0 for side in pair):
+        raise ValueError(f"image_size must be pixels or [height, width], not {size!r}")
+    return pair[0], pair[1]
+
 
 FORMAT = "softmoe"
 FORMAT_VERSION = 2  # 1 had the experts' w2 as (N, H, D)
@@ -53,11 +109,11 @@ class TokenizerFile:
 
 @dataclass(frozen=True)
 class SavedModel:
-    """What is known of a saved model without reading its weights."""
+    """A saved model as its config.json tells, without the weights."""
 
     folder: Path
     config: ViTConfig
-    """Of two towers that of the image tower."""
+    """The image tower's, where there are two."""
     preprocessing: Preprocessing
     classes: tuple[str, ...] | None
     files: dict[str, FileFacts]
@@ -93,7 +149,7 @@ class SavedModel:
 
     @property
     def fingerprint(self) -> str:
-        """The same for the same architecture and weights, wherever they lie."""
+        """A text that only models of equal architecture and weights have in common, wherever they lie."""
         said = {"architecture": self.architecture.to_dict(), "files": {n: f.sha256 for n, f in self.files.items()}}
         return hashlib.blake2b(json.dumps(said, sort_keys=True).encode(), digest_size=12).hexdigest()
 
@@ -251,7 +307,7 @@ def split_architecture(architecture: Architecture) -> tuple[ViTConfig, TwoTowerC
 
 
 def read_tokenizer(folder: Path, values: Mapping[str, Any]) -> TokenizerFile:
-    """As config.json describes it. ValueError if the file is another."""
+    """Read the tokenizer that config.json describes. ValueError if the file is another."""
     check_keys(values, ("file", "lower", "bytes", "sha256"), "tokenizer.")
     name = values["file"]
     if name not in TOKENIZER_FILES:  # also keeps us inside the folder
@@ -284,25 +340,3 @@ def parse_classes(values: list[str] | None, outputs: int | None) -> tuple[str, .
     if len(values) != outputs:
         raise ValueError(f"it names {len(values)} classes, but the model has {outputs or 'no'} outputs")
     return tuple(values)
-
-
-def parse_files(values: Mapping[str, Mapping[str, Any]]) -> dict[str, FileFacts]:
-    for name in values:
-        if not FILE_NAME.fullmatch(name):  # also keeps us inside the folder
-            raise ValueError(f"{name!r} is not the name of a weight file")
-    if not values:
-        raise ValueError("no weight file is named")
-    for name, facts in values.items():
-        check_keys(facts, ("bytes", "sha256"), f"weights.files.{name}.")
-        if type(facts.get("bytes")) is not int or not isinstance(facts.get("sha256"), str):
-            raise ValueError(f"size and SHA-256 of {name} are not stated")
-    return {name: FileFacts(facts["bytes"], facts["sha256"]) for name, facts in values.items()}
-
-
-def parse_dtypes(values: Mapping[str, int] | None) -> dict[str, int] | None:
-    if values is None:
-        return None
-    check_keys(values, values, "weights.dtypes.")
-    if not all(type(count) is int for count in values.values()):
-        raise ValueError("weights.dtypes must give the number of tensors of each type")
-    return dict(values)

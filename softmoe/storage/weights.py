@@ -7,6 +7,7 @@ Reading maps the files into memory: nothing is copied until it is used. Nothing 
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from softmoe.storage.files import FileFacts, sha256, write_json
+from softmoe.storage.files import FileFacts, check_keys, first_line, sha256, write_json
 
 SHARD_BYTES = 4 * 10**9
 ALIGNMENT = 64
@@ -42,7 +43,7 @@ _PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")  
 
 @dataclass(frozen=True)
 class Spec:
-    """What is known of a tensor before it is there."""
+    """Type and shape of a tensor, known before it is there."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -175,6 +176,34 @@ def check_files(folder: Path, files: Mapping[str, FileFacts], *, hashes: bool) -
                 )
 
 
+def parse_files(values: Mapping[str, Mapping[str, Any]]) -> dict[str, FileFacts]:
+    """Read names, sizes and checksums of weight files from config.json's table of them."""
+    if not values:
+        raise ValueError("no weight file is named")
+    for name, facts in values.items():
+        if not FILE_NAME.fullmatch(name):  # also keeps us inside the folder
+            raise ValueError(f"{name!r} is not the name of a weight file")
+        check_keys(facts, ("bytes", "sha256"), f"weights.files.{name}.")
+        if type(facts.get("bytes")) is not int or not isinstance(facts.get("sha256"), str):
+            raise ValueError(f"size and SHA-256 of {name} are not stated")
+    return {name: FileFacts(facts["bytes"], facts["sha256"]) for name, facts in values.items()}
+
+
+def parse_dtypes(values: Mapping[str, int] | None) -> dict[str, int] | None:
+    """Read the number of tensors of each type from config.json's table; None where it was not noted."""
+    if values is None:
+        return None
+    check_keys(values, values, "weights.dtypes.")
+    if not all(type(count) is int for count in values.values()):
+        raise ValueError("weights.dtypes must give the number of tensors of each type")
+    return dict(values)
+
+
+def count_dtypes(specs: Iterable[Spec]) -> dict[str, int]:
+    """Count the tensors of each type: {"float32": 150}."""
+    return dict(Counter(str(spec.dtype).removeprefix("torch.") for spec in specs))
+
+
 def refuse_pickle(path: Path) -> None:
     with path.open("rb") as file:
         start = file.read(9)
@@ -199,7 +228,7 @@ class WeightFiles:
                 names, metadata = handle.keys(), handle.metadata()
             except (SafetensorError, OSError) as error:
                 self._stack.close()
-                raise ValueError(f"{folder / file} is not a readable safetensors file: {_line(error)}") from error
+                raise ValueError(f"{folder / file} is not a readable safetensors file: {first_line(error)}") from error
             for name in names:
                 if name in self._home:
                     self._stack.close()
@@ -229,7 +258,3 @@ class WeightFiles:
         """A view of the mapped file, or a copy if its address is odd."""
         tensor = self._home[name].get_tensor(name)
         return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
-
-
-def _line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".")

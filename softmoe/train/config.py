@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from softmoe.data import TransformConfig
+from softmoe.storage.files import from_dict, to_dict
 from softmoe.storage.store import CheckpointSection
-from softmoe.storage.strict import from_dict, to_dict
 from softmoe.train.model_section import ModelSection, TextSection
 
 _RUN_NAME = re.compile(r"[^\W_][\w.\-]*")

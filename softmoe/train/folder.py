@@ -20,9 +20,8 @@ from softmoe.storage import (
     open_saved,
     save_pretrained,
 )
-from softmoe.storage.files import read_json, write_json
+from softmoe.storage.files import flatten, read_json, write_json
 from softmoe.storage.saved import parse_architecture, split_architecture, tokenizer_of_run
-from softmoe.storage.strict import flatten
 from softmoe.train.config import TrainConfig
 from softmoe.train.schedule import make_schedule
 

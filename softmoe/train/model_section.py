@@ -6,7 +6,7 @@ from typing import Any, Literal
 from softmoe.models import MoEConfig, TextConfig, TwoTowerConfig, ViTConfig, model_config
 from softmoe.models.config import LAYER_OPTIONS, option_names, router_options
 from softmoe.models.registry import SIZES
-from softmoe.storage.strict import convert, from_dict, to_dict
+from softmoe.storage.files import convert, from_dict, to_dict
 
 _NOT_SHAPE = ("name", "router", "weights", "new_head", "locked", "options")
 

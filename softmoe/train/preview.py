@@ -4,7 +4,7 @@ from softmoe.budget import cost, memory, text_cost, training_flops
 from softmoe.data import open_source
 from softmoe.models import ViTConfig
 from softmoe.models.two_tower import features_dim
-from softmoe.storage.strict import flatten
+from softmoe.storage.files import flatten
 from softmoe.train.config import TrainConfig
 
 

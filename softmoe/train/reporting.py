@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from softmoe.storage.files import write_json
-from softmoe.storage.strict import flatten
+from softmoe.storage.files import flatten, write_json
 from softmoe.train.evaluation import evaluate_share
 from softmoe.train.health import model_health
 from softmoe.train.log import Clock, peak_flops, progress_line
