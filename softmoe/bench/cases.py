@@ -32,7 +32,7 @@ class Row:
     roofline: float | None
     """Least possible time of the work on this machine, divided by the measured time."""
     peak_bytes: int | None = None
-    """Most memory the process ever had, where the row had one to itself."""
+    """The most memory the process ever had, where the row had one to itself."""
 
 
 @dataclass(frozen=True)

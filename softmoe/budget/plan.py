@@ -33,7 +33,7 @@ class Hardware:
     """Bytes to other nodes; 25e9 is 200 Gbit/s for each device."""
     node: int = 8
     share: float = 0.4
-    """Of the peak that real steps reach."""
+    """The part of the peak that real steps reach."""
 
 
 DEVICES = {
@@ -63,7 +63,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Settings:
-    """How the model is trained."""
+    """The settings of training that its memory depends on."""
 
     batch: int
     """Images per step, on all devices together."""
@@ -85,7 +85,7 @@ class DeviceMemory:
     """Gathered weights, gradients on their way, slots that are exchanged."""
 
     peak: int
-    """Of all together. Gradients come as activations go, so that only the larger of the two counts; but with
+    """The most bytes at once. Gradients come as activations go, so that only the larger of the two counts; but with
     recomputation, where activations come back for a while, both."""
 
 

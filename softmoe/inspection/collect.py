@@ -105,7 +105,7 @@ class Sample:
     """Rows and columns of patches; tokens before them (a class token) are the rest of M."""
     weights: dict[str, Weights] = field(default_factory=dict)
     prediction: str = ""
-    """What the model takes it for."""
+    """The class the model takes it for, in words."""
 
 
 @torch.inference_mode()

@@ -16,6 +16,7 @@ from softmoe.inspection.collect import Inspection, Sample, evenly, layer_results
 from softmoe.inspection.page import write_page
 from softmoe.models import VisionTransformer
 from softmoe.moe.record import evaluating, moe_layers
+from softmoe.storage.files import write_text
 
 
 def inspect_source(
@@ -91,15 +92,13 @@ def prediction(model: VisionTransformer, image: Tensor, classes: Sequence[str]) 
 
 def write_inspection(models: Sequence[Inspection], folder: Path, *, title: str, about: dict[str, Any]) -> list[Path]:
     """Write inspect.json, figures/*.png and *.svg, and inspect.html. Without matplotlib the page has no figures."""
-    folder.mkdir(parents=True, exist_ok=True)
-    data = folder / "inspect.json"
     content = {
         "softmoe": __version__,
         "torch": str(torch.__version__),
         **about,
         "models": [m.to_dict() for m in models],
     }
-    data.write_text(json.dumps(rounded(content), allow_nan=False) + "\n")
+    data = write_text(folder / "inspect.json", json.dumps(rounded(content), allow_nan=False) + "\n")
     written, shown = [data], []
     for number, model in enumerate(models):
         where = folder / "figures" if number == 0 else folder / "figures" / f"model_{number + 1}"

@@ -24,6 +24,7 @@ from PIL import Image
 from softmoe import __version__
 from softmoe.budget.report import aligned
 from softmoe.inspection.collect import FINEST, Inspection, Sample, Steps, Weights, WeightTable
+from softmoe.storage.files import write_text
 
 PAGE = 4_700_000  # bytes for weights, pictures and figures; weights are as fine as fits, so a page stays below 5 MB
 LEVELS = (FINEST, 127, 63, 31, 15)
@@ -84,9 +85,7 @@ def write_page(
         ],
         version=__version__,
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    return path
+    return write_text(path, text)
 
 
 def page_data(models: Sequence[Inspection], spent: int = 0) -> dict[str, Any]:

@@ -144,7 +144,7 @@ class SparseStatistics:
 
 
 class TokenMass:
-    """How much a token gives to all slots together: the sum of its dispatch weights (their mean is S / M)."""
+    """The share that tokens have in all slots together: the sum of its dispatch weights (their mean is S / M)."""
 
     def __init__(self) -> None:
         self.histogram = Histogram(0.0, 8.0, 1024)
@@ -173,7 +173,7 @@ class TokenMass:
 
 
 class Importance:
-    """How much each expert gives to the outputs: the mean of its combine weights (or gates) over all tokens."""
+    """The share that each expert has in the outputs: the mean of its combine weights (or gates) over all tokens."""
 
     def __init__(self, experts: int, slots_per_expert: int):
         self.sum_S = np.zeros(experts * slots_per_expert)
@@ -198,7 +198,7 @@ class Importance:
 
 
 class SlotWidth:
-    """How many tokens make 50, 80, 90 and 95 % of a slot's weight, and each slot's mean cumulative curve."""
+    """The number of tokens that make 50, 80, 90 and 95 % of a slot's weight, and each slot's mean cumulative curve."""
 
     def __init__(self, slots: int, tokens: int):
         self.images = 0
@@ -234,7 +234,7 @@ class SlotWidth:
 
 
 class Sharpness:
-    """How far the weights are from uniform: mean largest weight, entropy, effective number of entries exp(entropy)."""
+    """The distance of weights from uniform: mean largest weight, entropy, effective number of entries exp(entropy)."""
 
     def __init__(self) -> None:
         self.rows = 0

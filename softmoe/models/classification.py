@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 Loss = Literal["softmax", "sigmoid"]
 BINS = 15
-"""Of calibration: equal steps of confidence, as is usual."""
+"""Calibration is measured in so many equal steps of confidence, as is usual."""
 
 
 def softmax_cross_entropy(logits_BC: Tensor, targets_BC: Tensor) -> Tensor:

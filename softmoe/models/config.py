@@ -21,7 +21,7 @@ class MoEConfig:
 
     router: RouterConfig
     blocks: tuple[int, ...] | None = None
-    """Which blocks get an MoE; None is the second half."""
+    """The blocks that get an MoE; None is the second half."""
     expert_dropout: float | None = None
     """Dropout inside the experts; None is the model's dropout."""
     identical_init: bool = False
@@ -89,7 +89,7 @@ LAYER_OPTIONS = tuple(f.name for f in fields(MoEConfig) if f.name != "router")
 
 
 def option_names(router: str) -> tuple[str, ...]:
-    """Everything that can be said of MoE layers with this router."""
+    """List everything that can be said of MoE layers with this router."""
     if router not in ROUTERS:
         raise ValueError(f"unknown router {router!r}, expected one of: {', '.join(ROUTERS)}")
     return (*(f.name for f in fields(ROUTERS[router])), *LAYER_OPTIONS)
@@ -188,7 +188,7 @@ class TextConfig:
 
     vocab_size: int = 32_000
     length: int = 16
-    """Most tokens of a text."""
+    """The largest number of tokens of a text."""
     end_token: int = 1
     """The token that ends every text, and fills up what is left of it."""
     width: int = 768

@@ -81,7 +81,7 @@ class Head(nn.Linear):
 
 
 class Projection(nn.Linear):
-    """Into the space that images and texts share: unlike a head it starts at random, or nothing would ever move."""
+    """A linear map into the space of images and texts. It starts at random: from zero nothing would ever move."""
 
     def reset_parameters(self) -> None:
         lecun_normal_(self.weight, fan_in=self.in_features)

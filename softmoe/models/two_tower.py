@@ -52,7 +52,7 @@ class TwoTower(nn.Module):
             nn.init.constant_(self.bias, self.config.bias_init or 0.0)
 
     def forward(self, images: Tensor | None, tokens_BM: Tensor | None) -> Embeddings:
-        """Either may be None: then only the other tower runs."""
+        """Embed images and texts. Either may be None: then only the other tower runs."""
         image_BE = None if images is None else self.embed_images(images)
         text_BE = None if tokens_BM is None else self.embed_texts(tokens_BM)
         return Embeddings(image_BE, text_BE, self.log_scale.exp(), self.bias)

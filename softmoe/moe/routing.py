@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 
 class Routing(ABC):
-    """Where the tokens of one batch go, and how the slots come back."""
+    """The ways of one batch's tokens into the slots and back."""
 
     @abstractmethod
     def dispatch(self, x_BMD: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class SparseRouting(Routing):
 
     @cached_property
     def experts_per_token(self) -> Tensor:
-        """(B, M) int: in how many slots each token lies."""
+        """(B, M) int, the number of slots that hold each token."""
         B, M = self.shape
         count_T = self.token_of_slot_NS.new_zeros(B * M + 1)
         token_R = self.token_of_slot_NS.flatten()
@@ -186,7 +186,7 @@ class Moves(NamedTuple):
     order_R: Tensor
     """Slots by token, empty ones last."""
     first_T: Tensor
-    """(T + 1,) where each token's slots begin in that order."""
+    """(T + 1,) the place in that order at which each token's slots begin."""
 
 
 def moves_of(token_R: Tensor, tokens: int) -> Moves:

@@ -271,7 +271,7 @@ def top_k_first(gates_GLN: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def buffer_positions(expert_GLK: Tensor, priority_GL: Tensor | None, mask_GL: Tensor) -> Tensor:
-    """How many choices of the same expert come before each choice: its place in the expert's buffer.
+    """Count the choices of the same expert before each choice: its place in the expert's buffer.
 
     Order: all first choices, then all second ones; inside each by priority (equal ones and no priority: token order).
     Masked tokens are in nobody's way.

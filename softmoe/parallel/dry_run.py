@@ -31,7 +31,7 @@ class Trace:
     gradients: int
     optimizer: int
     peak: int
-    """Of everything that lives at once in a step."""
+    """The most bytes that live at once in a step."""
     sent: dict[str, int]
     """all_to_all, gather, reduce: the larger side of each collective, summed over a step."""
 

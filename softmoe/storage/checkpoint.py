@@ -73,12 +73,12 @@ def step_name(step: int) -> str:
 
 
 def place(folder: Path, name: str) -> Path:
-    """Where the tensors `name` of a checkpoint are: a folder with the parts of many processes, or one file."""
+    """Find the tensors `name` of a checkpoint: a folder with the parts of many processes, or one file."""
     return folder / name if (folder / name).is_dir() else folder / f"{name}.safetensors"
 
 
 def copy_tensors(tensors: Mapping[str, Tensor]) -> Tensors:
-    """A copy in main memory that training will not change."""
+    """Copy tensors to main memory, where training will not change them."""
     return {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
 
 
@@ -137,7 +137,7 @@ def _read(folder: Path, rank: int, world: int) -> Checkpoint:
 
 
 def read_manifest(folder: Path) -> tuple[int, dict[str, FileFacts]]:
-    """Step and files of a checkpoint. ValueError for anything that a manifest never says."""
+    """Read step and files of a checkpoint. ValueError for anything that a manifest never says."""
     path = folder / "manifest.json"
     values = read_json(path)
     if not isinstance(values, dict) or set(values) != {"step", "files"}:
@@ -191,7 +191,7 @@ def check_texts(texts: Mapping[str, Any], step: int) -> None:
 
 
 def tensor_specs(where: Path) -> dict[str, Spec]:
-    """Names, types and shapes of the tensors in a safetensors file or in a folder of parts."""
+    """Read names, types and shapes of the tensors in a safetensors file or in a folder of parts."""
     if where.is_dir():
         from softmoe.storage.shards import part_specs
 
@@ -254,7 +254,7 @@ def check_moments(moments: Tensors, found: Checkpoint) -> None:
 
 
 def named_parameters(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The parameters that an optimizer updates, by the names it was given."""
+    """Return the parameters that an optimizer updates, by the names it was given."""
     return {
         name: parameter
         for group in optimizer.param_groups
@@ -263,7 +263,7 @@ def named_parameters(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Tensors:
-    """The optimizer's state by parameter name: `encoder.norm.weight/exp_avg`, ..."""
+    """Return the optimizer's state by parameter name: `encoder.norm.weight/exp_avg`, ..."""
     return {
         f"{name}/{key}": value
         for name, parameter in named_parameters(optimizer).items()

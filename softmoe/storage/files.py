@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, Union, get_args, get_origin, get_type_hints
 
 PARTIAL = ".partial-"
-"""How the names of folders begin that are being written; what a kill leaves of them can be removed."""
+"""Names of folders that are being written begin with this; what a kill leaves of them can be removed."""
 MAX_JSON_BYTES = 1 << 26
 _LARGEST = sys.float_info.max  # neither NaN nor infinity is a setting
 _CANNOT_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS, errno.EISDIR, errno.EACCES, errno.EPERM)
@@ -180,7 +180,7 @@ def point_link(link: Path, target: str) -> None:
 
 
 def follow_link(link: Path) -> Path:
-    """The path that `point_link` made `link` lead to; any other path is returned as it is."""
+    """Return the path that `point_link` made `link` lead to; any other path is returned as it is."""
     if link.is_symlink() or not link.is_file() or link.stat().st_size > 255:
         return link
     name = link.read_text(encoding="utf-8", errors="replace").strip()
@@ -189,7 +189,7 @@ def follow_link(link: Path) -> Path:
 
 
 def read_json(path: Path) -> Any:
-    """The value in a JSON file. ValueError, in one sentence, for anything that is not plain and unambiguous JSON."""
+    """Read a JSON file. ValueError, in one sentence, for anything that is not plain and unambiguous JSON."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -205,7 +205,7 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(text: str, where: Path) -> Any:
-    """The value of a JSON text. ValueError for keys that are there twice, deep nesting and endless numbers too."""
+    """Parse a JSON text. ValueError for keys that are there twice, deep nesting and endless numbers too."""
     try:
         return json.loads(text, object_pairs_hook=_unique)
     except RecursionError as error:
@@ -228,7 +228,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def from_dict(cls: type, values: Any, path: str = "") -> Any:
-    """An instance of `cls`. Missing keys take their defaults; an unknown key or a wrong type is a ValueError."""
+    """Make a `cls` from a table. Missing keys take their defaults; an unknown key or a wrong type is a ValueError."""
     if not isinstance(values, dict):
         raise ValueError(f"{path or cls.__name__} must be a table of settings, got {reprlib.repr(values)}")
     hints = get_type_hints(cls)
@@ -238,7 +238,7 @@ def from_dict(cls: type, values: Any, path: str = "") -> Any:
 
 
 def convert(hint: Any, value: Any, path: str) -> Any:
-    """The value as the type says, or a ValueError that names its place."""
+    """Return the value as the type says, or raise a ValueError that names its place."""
     origin: Any = get_origin(hint)
     if origin in (Union, types.UnionType):
         tables = [member for member in get_args(hint) if dataclasses.is_dataclass(member)]
@@ -280,7 +280,7 @@ def _convert_tuple(members: tuple, values: list | tuple, path: str) -> tuple:
 
 
 def describe(hint: Any) -> str:
-    """A type as a sentence can say it: `int or None`, `one of softmax, sigmoid`."""
+    """Say a type in words: `int or None`, `one of softmax, sigmoid`."""
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(describe(member) for member in get_args(hint))
     if get_origin(hint) is Literal:
@@ -291,7 +291,7 @@ def describe(hint: Any) -> str:
 
 
 def flatten(values: dict[str, Any], path: str = "") -> dict[str, Any]:
-    """{"data": {"train": x}} -> {"data.train": x}"""
+    """Turn {"data": {"train": x}} into {"data.train": x}."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat |= flatten(value, _join(path, key)) if isinstance(value, dict) else {_join(path, key): value}

@@ -24,7 +24,7 @@ def is_id(text: str) -> bool:
 
 
 def download(name: str, revision: str | None = None) -> Path:
-    """The folder of a model on the Hub, fetched once and kept in huggingface_hub's cache."""
+    """Return the folder of a model on the Hub, fetched once and kept in huggingface_hub's cache."""
     api = _api(f"there is no folder {name}, and to look for it on the Hub")
     try:
         return Path(api.snapshot_download(name, revision=revision, allow_patterns=_WANTED))

@@ -140,7 +140,7 @@ def from_pretrained(
     verify: bool = True,
     revision: str | None = None,
 ) -> VisionTransformer:
-    """The model in a saved folder, a run's folder or on the Hub (`user/name`), in evaluation mode.
+    """Load the model in a saved folder, a run's folder or on the Hub (`user/name`), in evaluation mode.
 
     Of two towers it is the image tower, so that all that is done with images works for them too; both, with their
     tokenizer, come from `softmoe.evaluate.load_towers`.
@@ -156,7 +156,7 @@ def from_pretrained(
 def load_saved(
     saved: SavedModel, device: str | torch.device = "cpu", *, dtype: torch.dtype | None = None, verify: bool = True
 ) -> VisionTransformer:
-    """The model itself, of two towers the image tower. ValueError, saying what is wrong, unless everything is as
+    """Load the model itself, of two towers the image tower. ValueError, saying what is wrong, unless everything is as
     config.json says."""
     model = load_whole(saved, device, dtype=dtype, verify=verify)
     return model.image if isinstance(model, TwoTower) else model
@@ -165,7 +165,7 @@ def load_saved(
 def load_two_tower(
     saved: SavedModel, device: str | torch.device = "cpu", *, dtype: torch.dtype | None = None, verify: bool = True
 ) -> TwoTower:
-    """Both towers."""
+    """Load both towers."""
     if saved.towers is None:
         raise ValueError(f"{saved.folder} is a model for images alone; train two towers with `softmoe train lit`")
     model = load_whole(saved, device, dtype=dtype, verify=verify)
@@ -196,7 +196,7 @@ def load_whole(saved: SavedModel, device: str | torch.device, *, dtype: torch.dt
 
 
 def construct(architecture: Architecture) -> Model:
-    """A fresh model."""
+    """Make a fresh model."""
     return TwoTower(architecture) if isinstance(architecture, TwoTowerConfig) else VisionTransformer(architecture)
 
 
@@ -210,7 +210,7 @@ def build_empty(saved: SavedModel) -> Model:
 
 
 def check_weights(saved: SavedModel, model: nn.Module, weights: WeightFiles) -> dict[str, Spec]:
-    """Types and shapes in the files. ValueError unless the index, config.json and the files tell the same of
+    """Read types and shapes in the files. ValueError unless the index, config.json and the files tell the same of
     architecture, names, shapes and types; `model` is on the meta device, so none of it has cost memory."""
     folder = saved.folder
     if len(saved.files) > 1:
@@ -279,7 +279,7 @@ def fill_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | No
 
 
 def first_difference(left: Any, right: Any, path: str = "") -> str | None:
-    """The first key in which two nested objects differ. Keys that only a newer version knows do not count."""
+    """Find the first key in which two nested objects differ. Keys that only a newer version knows do not count."""
     if not isinstance(left, dict) or not isinstance(right, dict):
         return path if left != right else None
     for key in (key for key in left if key in right):
@@ -296,7 +296,7 @@ def look_up(values: Any, path: str) -> Any:
 
 
 def unwrap(model: nn.Module) -> Model:
-    """The plain model under torch.compile or data parallelism."""
+    """Find the plain model under torch.compile or data parallelism."""
     plain = model
     while not isinstance(plain, VisionTransformer | TwoTower):
         inner = getattr(plain, "_orig_mod", None) or getattr(plain, "module", None)

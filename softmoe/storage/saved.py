@@ -29,7 +29,7 @@ MOST_PIXELS = 1 << 26
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How an image becomes the model's input in evaluation."""
+    """The steps that turn an image into the model's input in evaluation."""
 
     image_size: tuple[int, int] = (224, 224)
     """Height and width."""
@@ -38,7 +38,7 @@ class Preprocessing:
     central_ratio: float = 256 / 224
     antialias: bool = True
     value_range: tuple[float, float] = (-1.0, 1.0)
-    """What black and white become. Models of other ranges have the difference folded into their patch embedding."""
+    """The values of black and white. Models of other ranges have the difference folded into their patch embedding."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "image_size", _pair(self.image_size))
@@ -155,7 +155,7 @@ class SavedModel:
 
 
 def open_saved(where: str | Path, *, revision: str | None = None) -> SavedModel:
-    """The saved model that `where` leads to: its folder, a run's folder, a checkpoint, or a Hub id (user/name).
+    """Open the saved model that `where` leads to: its folder, a run's folder, a checkpoint, or a Hub id (user/name).
 
     Of a run: its exported model/ if there is one, else the best checkpoint, else the last.
     """
@@ -226,7 +226,7 @@ def read_saved(folder: Path) -> SavedModel:
 
 
 def read_checkpoint_model(folder: Path) -> SavedModel:
-    """A training checkpoint as a saved model: the averaged weights if the run keeps them, for those were evaluated."""
+    """Read a training checkpoint as a saved model: the averaged weights, which are evaluated, if the run keeps them."""
     try:
         step, files = read_manifest(folder)
         name = "ema.safetensors" if "ema.safetensors" in files else "model.safetensors"
@@ -249,7 +249,7 @@ def read_checkpoint_model(folder: Path) -> SavedModel:
 
 
 def parse_architecture(values: Mapping[str, Any]) -> Architecture:
-    """The model that config.json describes. ValueError for unknown keys, wrong types and numbers no model has."""
+    """Read the model that config.json describes. ValueError for unknown keys, wrong types and numbers no model has."""
     found: Architecture
     if not isinstance(values, Mapping) or "text" not in values:
         check_fields(values, ViTConfig, "architecture.")
@@ -300,7 +300,7 @@ def check_types(values: Mapping[str, Any], hints: Mapping[str, Any], path: str, 
 
 
 def split_architecture(architecture: Architecture) -> tuple[ViTConfig, TwoTowerConfig | None]:
-    """The image tower, and both if there are two."""
+    """Return the image tower, and both if there are two."""
     if isinstance(architecture, TwoTowerConfig):
         return architecture.image, architecture
     return architecture, None

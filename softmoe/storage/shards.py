@@ -83,7 +83,7 @@ def write_parts(folder: Path, tensors: Mapping[str, Tensor], group: dist.Process
 
 
 def part_specs(place: Path) -> dict[str, Spec]:
-    """Names, types and shapes of the tensors at `place`: a folder of parts, or one safetensors file."""
+    """Read names, types and shapes of the tensors at `place`: a folder of parts, or one safetensors file."""
     found: dict[str, Spec] = {}
     for name, entry in _reader(place).read_metadata().state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata)
@@ -139,7 +139,7 @@ def save_parts(place: Path, config: ViTConfig | TwoTowerConfig, folder: str | Pa
 
 
 def shared_read(read: Callable[[int, int], Value], group: dist.ProcessGroup | None, kind: type[Exception]) -> Value:
-    """What `read(rank, world)` returns; if it fails on any rank, `kind` is raised on all."""
+    """Return what `read(rank, world)` gives; if it fails on any rank, `kind` is raised on all."""
     found: list[Value] = []
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     together(lambda: found.append(read(rank, world)), group, kind)
@@ -161,14 +161,14 @@ def together(work: Callable[[], None] | None, group: dist.ProcessGroup | None, k
 
 
 def gather(value: Value, group: dist.ProcessGroup | None) -> list[Value]:
-    """The values of all ranks, in their order."""
+    """Return the values of all ranks, in their order."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of an error's text; that of its cause if a distributed save failed."""
+    """Return the first line of an error's text; that of its cause if a distributed save failed."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

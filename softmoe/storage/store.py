@@ -24,7 +24,7 @@ class CheckpointSection:
     every: int = 1000
     keep_last: int = 2
     keep_every: int | None = None
-    """Also keep those of every multiple of this many steps, to branch from."""
+    """Checkpoints of every multiple of this many steps are kept as well, to branch from."""
     keep_best: bool = True
     asynchronous: bool = True
     """Write in the background, from a copy in memory."""
@@ -54,7 +54,7 @@ class CheckpointStore:
         self._writer: threading.Thread | None = None
 
     def steps(self) -> list[int]:
-        """Steps of the finished checkpoints, oldest first."""
+        """Return the steps of the finished checkpoints, oldest first."""
         if not self.folder.is_dir():
             return []
         matches = (STEP_NAME.fullmatch(path.name) for path in self.folder.iterdir())
@@ -81,7 +81,7 @@ class CheckpointStore:
             self._writer = None
 
     def latest(self) -> Checkpoint | None:
-        """The newest checkpoint that is whole. Broken ones are reported and put aside; None for a new run."""
+        """Find the newest checkpoint that is whole. Broken ones are reported and put aside; None for a new run."""
         if self._leads:
             self.sweep()
         steps = self._same(self.steps())
@@ -109,7 +109,7 @@ class CheckpointStore:
             shutil.rmtree(partial, ignore_errors=True)
 
     def _same(self, value: Any) -> Any:
-        """Rank 0's value, when all have come here."""
+        """Return rank 0's value, when all have come here."""
         if self._talk is None:
             return value
         from softmoe.storage.shards import gather  # slow to import
