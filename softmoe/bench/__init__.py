@@ -16,10 +16,10 @@ SUITES = {
     "model": "softmoe.bench.cases:bench_model",
     "train": "softmoe.bench.loop:bench_loop",
     "infer": "softmoe.bench.cases:bench_infer",
-    "routers": "softmoe.bench.routers:bench_routers",
+    "routers": "softmoe.bench.cases:bench_routers",
     "data": "softmoe.bench.loop:bench_data",
     "peers": "softmoe.bench.peers:bench_peers",
-    "scaling": "softmoe.bench.routers:bench_scaling",
+    "scaling": "softmoe.bench.cases:bench_scaling",
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from softmoe.bench.cases import Row
 from softmoe.bench.timing import Roofline, Timing, machine_facts
+from softmoe.storage.files import write_json
 
 
 def as_text(rows: Iterable[Row]) -> Iterator[str]:
@@ -29,9 +30,7 @@ def as_text(rows: Iterable[Row]) -> Iterator[str]:
 
 
 def save(rows: list[Row], roofline: Roofline, path: Path) -> None:
-    path.write_text(
-        json.dumps({"machine": machine_facts(roofline), "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
-    )
+    write_json(path, {"machine": machine_facts(roofline), "rows": [asdict(row) for row in rows]}, indent=1)
 
 
 def load(path: Path) -> tuple[dict[str, Any], list[Row]]:

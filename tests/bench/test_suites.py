@@ -9,9 +9,8 @@ import torch
 from drawings import curves, ink, keep_figures
 from torch import nn
 
-from softmoe.bench import SUITES, peers, report, routers, suite
-from softmoe.bench.cases import Row
-from softmoe.bench.routers import OneHotRouting, compare_moves
+from softmoe.bench import SUITES, cases, peers, report, suite
+from softmoe.bench.cases import OneHotRouting, Row, compare_moves
 from softmoe.bench.timing import Probes, Roofline, Timing
 from softmoe.cli.bench import Arguments
 from softmoe.models import MoEConfig, ViTConfig
@@ -55,7 +54,7 @@ def test_moves_are_timed_beside_the_baseline() -> None:
 
 def test_scaling_keeps_the_slots() -> None:
     """Three routers at every number of experts."""
-    rows = list(routers.bench_scaling(Probes(), seconds=0.0, counts=(2, 8), tokens=16))
+    rows = list(cases.bench_scaling(Probes(), seconds=0.0, counts=(2, 8), tokens=16))
     assert [(r.case, r.name) for r in rows[:3]] == [
         ("2 experts", "soft"),
         ("2 experts", "tokens choice"),

@@ -19,7 +19,7 @@ from softmoe.budget.paper import (
     read_table,
     summary,
 )
-from softmoe.budget.paper.misfits import LARGE
+from softmoe.budget.paper.compare import LARGE
 from softmoe.models import create_model, model_config
 from softmoe.models.registry import PAPER_MODELS
 from softmoe.moe import TokensChoiceConfig

@@ -1,13 +1,14 @@
 """The cost columns of the paper's tables, and what our formulas say about them."""
 
 from softmoe.budget.paper.compare import (
+    MISFITS,
     Comparison,
+    Misfit,
     compare_long_runs,
     compare_pareto_runs,
     exaflop,
     summary,
 )
-from softmoe.budget.paper.misfits import MISFITS, Misfit
 from softmoe.budget.paper.tables import (
     LongRun,
     ParetoRun,
