@@ -57,7 +57,7 @@ class Preprocessing:
     @classmethod
     def of(cls, transform: Any) -> "Preprocessing":
         """Keep the evaluation part of a data transform's settings (softmoe.data.TransformConfig)."""
-        crop = {"inception": "central", "pad_crop": "resize"}.get(transform.crop, transform.crop)  # nothing random
+        crop = {"inception": "central", "pad_crop": "resize"}.get(transform.crop) or transform.crop  # nothing random
         return cls(_pair(transform.image_size), crop, transform.central_ratio, transform.antialias)
 
 
