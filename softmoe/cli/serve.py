@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
 
     from softmoe.data.decoders import Decoders, pixel_reader
     from softmoe.evaluate import load
-    from softmoe.evaluate.answering import Answers
+    from softmoe.evaluate.classify import Predictor
     from softmoe.inference.service import Limits, Service
     from softmoe.inference.serving import serve
 
@@ -81,15 +81,15 @@ def main(argv: list[str]) -> int:
     if a.threads is not None:
         torch.set_num_threads(a.threads)
     loaded = load(a.model, device=a.device, image_size=a.image_size, weights=a.weights)
-    answers = Answers(loaded, top=a.top)
+    predictor = Predictor(loaded, top=a.top)
     decoders = Decoders(pixel_reader(loaded.transform, a.max_pixels), a.decoders, a.decode_seconds)
     show = {
-        "classify": lambda answer: {"classes": [{"class": name, "probability": p} for name, p in answer.classes]},
-        "embed": lambda answer: {"embedding": answer.embedding},
+        "classify": lambda prediction: {"classes": prediction.classes()},
+        "embed": lambda prediction: {"embedding": prediction.features.tolist()},
     }
-    if not answers.names:
+    if not predictor.names:
         del show["classify"]
     about = {"model": loaded.saved.folder.name, "fingerprint": loaded.saved.fingerprint, "weights": a.weights}
-    service = Service(decoders, answers.ask, show, about=about, limits=limits)
+    service = Service(decoders, predictor.predict_pixels, show, about=about, limits=limits)
     serve(service, a.host, a.port, lambda address: print(f"serving {a.model} at {address}", flush=True))
     return 0

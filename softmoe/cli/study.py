@@ -45,10 +45,8 @@ def main(argv: list[str]) -> int:
     a = parse(Arguments, argv, "study")
     studies = [find(name) for name in a.names]
 
-    from softmoe.studies.driver import run_study
-    from softmoe.studies.estimate import estimate
+    from softmoe.studies.driver import Store, estimate, run_study
     from softmoe.studies.lab import make_lab
-    from softmoe.studies.store import Store
 
     check(a)
     transfer = source(a.transfer)

@@ -2,15 +2,12 @@
 zero-shot, retrieval, search."""
 
 from softmoe.evaluate.api import Evaluate, FewShot, Predict, evaluate, fewshot, predict
-from softmoe.evaluate.classify import classification, count
+from softmoe.evaluate.classify import Prediction, Unreadable, classification, count
 from softmoe.evaluate.features import Features, extract
 from softmoe.evaluate.fewshot import FewShotResult, few_shot
 from softmoe.evaluate.inputs import Loaded, evaluation_transform, find_images, load, open_data
-from softmoe.evaluate.prediction import Prediction, Unreadable, predict_files
-from softmoe.evaluate.retrieval import Retrieve, retrieve
 from softmoe.evaluate.search import Search, search
-from softmoe.evaluate.towers import Towers, load_towers
-from softmoe.evaluate.zeroshot import ZeroShot, zeroshot
+from softmoe.evaluate.towers import Retrieve, Towers, ZeroShot, load_towers, retrieve, zeroshot
 from softmoe.models.classification import Totals
 
 __all__ = [
@@ -39,7 +36,6 @@ __all__ = [
     "load_towers",
     "open_data",
     "predict",
-    "predict_files",
     "retrieve",
     "search",
     "zeroshot",

@@ -1,13 +1,16 @@
-"""From names to numbers in one call: what the commands do, for use from Python."""
+"""Commands for classifiers: evaluate, few-shot and predict, from the names of a model and data to numbers.
 
-from collections.abc import Iterator
+A command is a frozen dataclass: its fields are the options, in Python and on the command line, and `run` does it.
+"""
+
+import typing
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from softmoe.data import Batch, Source, evaluation_batches
-from softmoe.evaluate.classify import Beside, count, outputs_of
-from softmoe.evaluate.command import Names, OverFeatures, OverImages, as_list, function
+from softmoe.evaluate.classify import Beside, Prediction, Predictor, Unreadable, count, outputs_of
 from softmoe.evaluate.features import Features, Progress, extract
 from softmoe.evaluate.fewshot import SHOTS, Protocol, few_shot
 from softmoe.evaluate.inputs import (
@@ -20,11 +23,57 @@ from softmoe.evaluate.inputs import (
     random_subset,
     read_labels,
 )
-from softmoe.evaluate.knn import nearest_neighbors
-from softmoe.evaluate.linear_probe import linear_probe
-from softmoe.evaluate.prediction import Prediction, Unreadable, predict_files
+from softmoe.evaluate.probes import linear_probe, nearest_neighbors
 from softmoe.inference import Storage
 from softmoe.models.classification import Loss
+
+Names = str | Path | Sequence[str | Path]
+"""One file, folder or pattern, or several."""
+Options = ParamSpec("Options")
+Result = TypeVar("Result", covariant=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverImages:
+    """The options of every command that runs a saved model over images."""
+
+    image_size: int | tuple[int, int] | None = None
+    """Pixels, or HEIGHTxWIDTH; the size the model was saved with if not given."""
+    batch_size: int = 128
+    workers: int = 0
+    """Processes that read images."""
+    device: str = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverFeatures(OverImages):
+    """The options of the commands that compute features, which are kept for the next time."""
+
+    cache: bool = True
+    """Do not keep the features in $SOFTMOE_CACHE (or ~/.cache/softmoe)."""
+
+    def feature_options(self, progress: Progress | None) -> dict:
+        """Arguments for `extract`."""
+        names = ("batch_size", "workers", "cache")
+        return {name: getattr(self, name) for name in names} | {"progress": progress}
+
+
+class Command(typing.Protocol[Result]):
+    def run(self, progress: Progress | None = None) -> Result: ...
+
+
+def function(command: Callable[Options, Command[Result]]) -> Callable[Options, Result]:
+    """Return the command as a function of its options."""
+
+    def call(*args: Options.args, **options: Options.kwargs) -> Result:
+        return command(*args, **options).run()
+
+    call.__doc__ = f"{command.__doc__} Options are the fields of {getattr(command, '__name__', 'the command')}."
+    return call
+
+
+def as_list(names: Names) -> list[str]:
+    return [str(names)] if isinstance(names, str | Path) else [str(name) for name in names]
 
 
 @dataclass(frozen=True)
@@ -49,7 +98,7 @@ class Evaluate(OverImages):
     """With --weights: also run the model as saved, and say how often both put the same class first."""
 
     def run(self, progress: Progress | None = None) -> dict[str, Any]:
-        """Named numbers and what they were measured on, as plain values for JSON."""
+        """Return named numbers and what they were measured on, as plain values for JSON."""
         loaded = load(self.model, device=self.device, image_size=self.image_size, weights=self.weights)
         judged = Beside(loaded.model, load(self.model, device=self.device).model) if self.agreement else loaded.model
         outputs = outputs_of(loaded.model)
@@ -156,7 +205,8 @@ class Predict(OverImages):
         """Classes and features of what can be read, and what cannot."""
         paths = find_images(as_list(self.images))
         loaded = load(self.model, device=self.device, image_size=self.image_size, weights=self.weights)
-        found = list(predict_files(loaded, paths, top=self.top, batch_size=self.batch_size, workers=self.workers))
+        predictor = Predictor(loaded, top=self.top)
+        found = list(predictor.predict_files(paths, batch_size=self.batch_size, workers=self.workers))
         return [p for p in found if isinstance(p, Prediction)], [u for u in found if isinstance(u, Unreadable)]
 
 
@@ -166,7 +216,7 @@ predict = function(Predict)
 
 
 def _about(loaded: Loaded, data: dict[str, Source], *, split: str) -> dict[str, Any]:
-    """What a number needs beside it to mean something later."""
+    """Return the facts that a number needs beside it to mean something later."""
     return {
         "model": str(loaded.saved.folder),
         "model_fingerprint": loaded.saved.fingerprint,

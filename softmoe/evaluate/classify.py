@@ -1,14 +1,20 @@
-"""Accuracy, loss and calibration of a classifier, counted exactly, batch by batch.
+"""A classifier at work: accuracy, loss and calibration, counted exactly; and the likeliest classes of images.
 
 Letters: B images, C classes.
 """
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from softmoe.data import Batch
+from softmoe.data import Batch, evaluation_batches, to_tensor
+from softmoe.evaluate.inputs import FileSource, Loaded
 from softmoe.models.classification import Loss, Totals
 from softmoe.moe.record import evaluating
 
@@ -69,3 +75,68 @@ def outputs_of(model: nn.Module) -> int:
     if classes is None:
         raise ValueError("this model has no classification head: fine-tune it, or use `softmoe fewshot`")
     return int(classes)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The classes and the features of one image."""
+
+    name: str
+    top: tuple[tuple[str, float], ...]
+    """(class, probability), the likeliest first; empty for a model without a head."""
+    features: np.ndarray
+    """(D,): the vector before the head."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"image": self.name, "classes": self.classes()}
+
+    def classes(self) -> list[dict[str, Any]]:
+        return [{"class": name, "probability": p} for name, p in self.top]
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    name: str
+    reason: str
+
+
+class Predictor:
+    """A loaded model that says of images what they show: the same for files and for a service."""
+
+    def __init__(self, loaded: Loaded, *, top: int = 5):
+        if top < 1:
+            raise ValueError(f"top must be at least 1, got {top}")
+        self.loaded, self.names = loaded, loaded.class_names()
+        self.top = min(top, len(self.names))
+
+    def predict(self, names: Sequence[str], images_B3HW: Tensor) -> list[Prediction]:
+        """Return one prediction per image; `names` are those of the images."""
+        model = self.loaded.model
+        with evaluating(model), torch.inference_mode():
+            tokens_BMD = model.forward_features(images_B3HW.to(next(model.parameters()).device))
+            vectors_BD = model.forward_head(tokens_BMD, pre_logits=True)
+            tops: list[tuple[tuple[str, float], ...]] = [()] * len(names)
+            if self.names:
+                best = model.head(vectors_BD).float().softmax(1).cpu().topk(self.top)
+                pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+                tops = [tuple((self.names[c], p) for p, c in zip(*row, strict=True)) for row in pairs]
+        if not vectors_BD.isfinite().all() or any(math.isnan(share) for row in tops for _, share in row):
+            raise ValueError("the model's outputs are not finite numbers: its weights are damaged or training diverged")
+        vectors = vectors_BD.float().cpu().numpy()
+        return [Prediction(*facts) for facts in zip(names, tops, vectors, strict=True)]
+
+    def predict_pixels(self, images: list[bytes]) -> list[Prediction]:
+        """Predict images that are (height, width, 3) uint8 of the model's size, as softmoe.data.decoders makes them."""
+        size = self.loaded.preprocessing.image_size
+        pixels = np.stack([np.frombuffer(image, np.uint8).reshape(*size, 3) for image in images])
+        return self.predict([""] * len(images), to_tensor(pixels))
+
+    def predict_files(
+        self, paths: Sequence[Path], *, batch_size: int = 64, workers: int = 0
+    ) -> Iterator[Prediction | Unreadable]:
+        """Yield one result per file, in order within a batch except that unreadable ones follow the batch's others."""
+        transform = self.loaded.transform
+        for batch in evaluation_batches(FileSource(paths), transform, batch_size, workers=workers):
+            if len(batch):
+                yield from self.predict([str(paths[index]) for index in batch.indices.tolist()], batch.images)
+            yield from (Unreadable(name, reason) for name, reason in batch.broken)

@@ -17,8 +17,7 @@ import jinja2
 from softmoe import __version__
 from softmoe.budget import cost
 from softmoe.budget.report import aligned
-from softmoe.report.curves import as_svg, comparison, router_health
-from softmoe.report.runs import RunRecord
+from softmoe.report.runs import RunRecord, as_svg, comparison, router_health
 from softmoe.storage.files import flatten
 
 COLUMNS = ("run", "parameters", "MFLOP/image", "steps", "images", "TFLOP", "seconds", "top-1 %", "top-5 %", "loss")

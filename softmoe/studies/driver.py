@@ -1,6 +1,6 @@
 """Run a study: do the jobs that are not done, one after another or several at a time, and write what came out.
 
-    OUT/runs/<key>/           one folder a job, shared by all studies of OUT
+    OUT/runs/<key>/           one folder a job, shared by all studies of OUT; result.json is written when it is done
     OUT/<study>/results.csv   a row per run that is done, rewritten after each
     OUT/<study>/{<study>.png, verdict.md, verdict.json}
 
@@ -10,22 +10,93 @@ reported, and the others go on.
 
 import multiprocessing
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from softmoe.storage.files import write_text
+from softmoe.storage.files import read_json, write_json, write_text
 from softmoe.studies.jobs import Job, Stopped, key_of
 from softmoe.studies.lab import Cell, Lab
-from softmoe.studies.results import QUALITY, Table
-from softmoe.studies.store import Store
-from softmoe.studies.verdict import Claim, write_verdict
+from softmoe.studies.results import QUALITY, Claim, Row, Table, write_verdict
 
 Say = Callable[[str], None]
 Outcome = dict[str, float] | str
 """Numbers, or why there are none."""
+
+
+SHARE = 0.2  # of the machine's rate of products that we expect training to reach, where nothing was measured
+SHOTS = 10
+EXAMPLES = 2500
+"""Training images of the transfer data that the shots are drawn from: more than twice as many as are needed."""
+
+
+@dataclass(frozen=True)
+class Store:
+    """The jobs of a folder: result.json is written when a job is done, and read ever after."""
+
+    out: Path
+    transfer: str | None = None
+    """Data of other classes, for the 10-shot accuracy of every trained model."""
+
+    def folder(self, job: Job) -> Path:
+        return self.out / "runs" / key_of(job)
+
+    def numbers(self, job: Job) -> dict[str, float] | None:
+        """Return the numbers of a job, or None if the job, or its transfer, is not done yet."""
+        path = self.folder(job) / "result.json"
+        if not path.is_file():
+            return None
+        result = read_json(path)
+        if not self.wants_transfer(job):
+            return result["numbers"]
+        shot = result["transfer"].get(self.transfer)
+        return None if shot is None else insert_after(result["numbers"], "top5", "10shot", shot)
+
+    def wants_transfer(self, job: Job) -> bool:
+        return self.transfer is not None and job.has_features
+
+    def work(self, job: Job) -> dict[str, float]:
+        """Do what is missing of a job, and keep it."""
+        folder = self.folder(job)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "result.json"
+        if not path.is_file():
+            numbers = job.run(folder)
+            write_json(path, {"job": job.identity(), "numbers": numbers, "transfer": {}})
+        if self.wants_transfer(job):
+            result = read_json(path)
+            if self.transfer not in result["transfer"]:
+                assert self.transfer is not None
+                result["transfer"][self.transfer] = shot_accuracy(folder, self.transfer)
+                write_json(path, result)
+        numbers = self.numbers(job)
+        assert numbers is not None
+        return numbers
+
+    def table(self, cells: Iterable[Cell]) -> Table:
+        """Return the rows of the cells whose jobs are done."""
+        found = ((cell, self.numbers(cell.job)) for cell in cells)
+        return Table(tuple(Row(c.labels, c.seed, n, self.folder(c.job)) for c, n in found if n is not None))
+
+
+def shot_accuracy(run: Path, data: str) -> float:
+    """Return the 10-shot accuracy in percent: the mean over three draws of ten images a class, the penalty chosen
+    without the test images.
+    """
+    from softmoe.evaluate.api import fewshot
+
+    report = fewshot(run, [data], shots=(SHOTS,), seeds=3, train_examples=EXAMPLES, test_examples=5000, cache=False)
+    return 100.0 * report["fewshot"]["numbers"][f"{data}/{SHOTS}shot"]
+
+
+def insert_after(numbers: dict[str, Any], key: str, name: str, value: float) -> dict[str, Any]:
+    """Insert a number after another, for a readable order of columns."""
+    pairs = list(numbers.items())
+    place = next((i + 1 for i, (k, _) in enumerate(pairs) if k == key), len(pairs))
+    return dict([*pairs[:place], (name, value), *pairs[place:]])
 
 
 @dataclass(frozen=True)
@@ -75,7 +146,7 @@ def complete(study: ModuleType, lab: Lab, table: Table) -> Table:
 
 def conclude(study: ModuleType, lab: Lab, table: Table, claims: list[Claim], folder: Path) -> list[Path]:
     """Write the figure and the verdict."""
-    from softmoe.report.curves import save_png
+    from softmoe.report.runs import save_png
 
     trained = any(row.folder.name for row in table)
     notes = [f"Scale {lab.scale}, {lab.seeds} seeds, data {lab.base.data.train}. Runs: results.csv."] if trained else []
@@ -175,3 +246,51 @@ def outcome_text(outcome: Outcome) -> str:
         return f"failed, {outcome}"
     shown = [f"{name} {outcome[name]:.2f}" for name in (*QUALITY, "images_per_second") if name in outcome]
     return ", ".join([*shown, f"{outcome['seconds']:.0f} s" if "seconds" in outcome else ""]).rstrip(", ")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    study: str
+    cells: int
+    jobs: int
+    """To be done."""
+    flops: float
+    rate: float
+    measured: bool
+
+    def __str__(self) -> str:
+        how = "as finished runs had here" if self.measured else f"assumed: {SHARE:.0%} of this machine's peak"
+        return (
+            f"{self.study}: {self.cells} cells, {self.jobs} jobs to do, {self.flops:.3g} FLOPs, "
+            f"about {duration(self.flops / self.rate)} one after another ({self.rate:.3g} FLOP/s, {how})"
+        )
+
+
+def estimate(study: ModuleType, lab: Lab, store: Store) -> Estimate:
+    cells = list(study.cells(lab))
+    pending = unfinished(cells, store)
+    rate = measured_rate(store, lab, cells)
+    return Estimate(
+        name_of(study), len(cells), len(pending), sum(job.flops() for job in pending), rate or assumed(), bool(rate)
+    )
+
+
+def measured_rate(store: Store, lab: Lab, cells: list) -> float | None:
+    """Return the FLOPs a second of the finished runs among the cells."""
+    rows = [row.numbers for row in store.table(cells) if row.numbers.get("seconds")]
+    return sum(r["tflops"] * 1e12 for r in rows) / sum(r["seconds"] for r in rows) if rows else None
+
+
+def assumed() -> float:
+    import torch
+
+    from softmoe.train.log import peak_flops
+
+    return SHARE * peak_flops(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def duration(seconds: float) -> str:
+    for unit, size in (("years", 31_557_600), ("days", 86_400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.1f} {unit}"
+    return f"{seconds:.0f} seconds"

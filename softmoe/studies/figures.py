@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from softmoe.report.curves import finish, pyplot
+from softmoe.report.runs import finish, pyplot
 from softmoe.studies.results import QUALITY, Table
 
 NAMES = {

@@ -8,7 +8,7 @@ from softmoe.evaluate.inputs import random_subset
 from softmoe.inspection.inspect import inspect_source, write_inspection
 from softmoe.recipes import quickstart, quickstart_dense
 from softmoe.report import RunRecord, load_run, write_report
-from softmoe.report.curves import comparison, save_png
+from softmoe.report.runs import comparison, save_png
 from softmoe.storage import from_pretrained
 from softmoe.train import TrainConfig, train
 from softmoe.train.folder import write_model

@@ -9,7 +9,7 @@ import pytest
 from softmoe.cli import main
 from softmoe.cli.parse import parse
 from softmoe.evaluate import Evaluate, evaluate
-from softmoe.evaluate.command import Names
+from softmoe.evaluate.api import Names
 
 
 @dataclass(frozen=True)

@@ -238,7 +238,7 @@ def test_a_router_without_parameters() -> None:
 
 
 def meta_views(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    from softmoe.convert.views import reference_views
+    from softmoe.convert.vmoe import reference_views
 
     return reference_views(module, lambda parameter: parameter.detach())
 

@@ -11,8 +11,7 @@ from softmoe.data import Transform, TransformConfig, open_source
 from softmoe.evaluate.features import cache_key, extract, model_hash
 from softmoe.evaluate.fewshot import few_shot
 from softmoe.evaluate.inputs import FileSource, random_subset
-from softmoe.evaluate.knn import nearest_neighbors
-from softmoe.evaluate.linear_probe import linear_probe
+from softmoe.evaluate.probes import linear_probe, nearest_neighbors
 from softmoe.models import create_model
 
 TRANSFORM = Transform(TransformConfig(image_size=16, crop="resize"), train=False)

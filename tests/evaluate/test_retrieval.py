@@ -9,7 +9,7 @@ from two_towers import save
 
 from softmoe.data import open_source
 from softmoe.evaluate import load_towers, retrieve
-from softmoe.evaluate.retrieval import ranks, recalls
+from softmoe.evaluate.towers import ranks, recalls
 
 DATA = "shapes?size=16&length=40"
 

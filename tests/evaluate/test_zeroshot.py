@@ -9,7 +9,7 @@ from two_towers import save
 
 from softmoe.data import evaluation_batches, open_source
 from softmoe.evaluate import load_towers, zeroshot
-from softmoe.evaluate.zeroshot import TEMPLATES, canonical, check_templates, class_vectors, ranks, read_names
+from softmoe.evaluate.towers import TEMPLATES, canonical, check_templates, class_ranks, class_vectors, read_names
 
 DATA = "shapes?size=16&classes=downstream&length=150"
 
@@ -61,9 +61,9 @@ def test_ranks():
     """Ties are misses; of several labels the nearest counts; no label is -1."""
     images = torch.eye(2)
     classes = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
-    assert ranks(images, torch.tensor([0, 2]), classes).tolist() == [1, 0]
+    assert class_ranks(images, torch.tensor([0, 2]), classes).tolist() == [1, 0]
     several = torch.tensor([[1, 1, 0], [0, 0, 0]])
-    assert ranks(images, several, classes).tolist() == [0, -1]
+    assert class_ranks(images, several, classes).tolist() == [0, -1]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_wrong_class_lists(content, words, tmp_path):
     """Duplicates and all else that cannot be: refused with a sentence."""
     from types import SimpleNamespace
 
-    from softmoe.evaluate.zeroshot import class_names
+    from softmoe.evaluate.towers import class_names
 
     file = tmp_path / "names.json"
     file.write_text(content)

@@ -10,7 +10,7 @@ from drawings import curves
 from softmoe.cli import main
 from softmoe.recipes import quickstart, quickstart_dense
 from softmoe.report import differences, load_run, summary_table, table_text, write_report
-from softmoe.report.curves import as_svg, comparison, router_health
+from softmoe.report.runs import as_svg, comparison, router_health
 from softmoe.studies.quickstart import placed
 from softmoe.train import train
 

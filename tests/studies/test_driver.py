@@ -12,11 +12,9 @@ import pytest
 
 from softmoe.cli import main
 from softmoe.studies.catalog import ablations
-from softmoe.studies.driver import run_study, unfinished
-from softmoe.studies.estimate import duration, estimate
+from softmoe.studies.driver import Store, duration, estimate, run_study, unfinished
 from softmoe.studies.jobs import Job, Stopped, Training, key_of
 from softmoe.studies.lab import Cell, Lab, make_lab
-from softmoe.studies.store import Store
 from softmoe.train import loop
 
 LAB = make_lab("tiny", seeds=2)

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from softmoe.storage.files import write_text
-from softmoe.studies.results import Interval, Row, Table
-from softmoe.studies.verdict import Claim, better, write_verdict
+from softmoe.studies.results import Claim, Interval, Row, Table, better, write_verdict
 
 
 @pytest.fixture

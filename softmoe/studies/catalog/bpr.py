@@ -13,8 +13,7 @@ from typing import Any
 from softmoe.budget.paper import read_table
 from softmoe.studies.figures import finish, label, panels
 from softmoe.studies.lab import Cell, Lab
-from softmoe.studies.results import Table
-from softmoe.studies.verdict import Claim, better
+from softmoe.studies.results import Claim, Table, better
 
 COLUMNS = {"top1": "jft_p_at_1_pct", "10shot": "in_10shot_pct"}
 

@@ -13,8 +13,7 @@ from typing import Any
 from softmoe.report import load_run
 from softmoe.studies.figures import finish, panels, said
 from softmoe.studies.lab import Cell, Lab, wide
-from softmoe.studies.results import Row, Table
-from softmoe.studies.verdict import Claim, better
+from softmoe.studies.results import Claim, Row, Table, better
 
 STYLE = {True: ("#3b6fb6", "normalized"), False: ("#c8403a", "not normalized")}
 

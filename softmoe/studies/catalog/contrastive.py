@@ -15,8 +15,7 @@ from softmoe.budget.paper import read_table
 from softmoe.recipes import contrastive
 from softmoe.studies.figures import COLORS, NAMES, bars, finish, panels
 from softmoe.studies.lab import Cell, Lab
-from softmoe.studies.results import Table, paired
-from softmoe.studies.verdict import Claim, better
+from softmoe.studies.results import Claim, Table, better, paired
 from softmoe.train import ObjectiveSection, TextSection, TrainConfig
 
 ROUTERS = ("soft", "dense", "experts_choice")

@@ -16,8 +16,7 @@ from typing import Any
 
 from softmoe.studies.figures import NAMES, finish, label, panels, waterfall
 from softmoe.studies.lab import Cell, Lab
-from softmoe.studies.results import Table
-from softmoe.studies.verdict import Claim, better
+from softmoe.studies.results import Claim, Table, better
 
 STEPS = {  # from the dense model to Soft MoE, on two ways: what is added, and the model that has it
     "by experts": (("slots", "one"), ("experts", "soft"), ("a place (ours)", "placed")),

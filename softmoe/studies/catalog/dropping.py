@@ -13,8 +13,7 @@ from typing import Any
 
 from softmoe.studies.figures import COLORS, finish, label, line, panels, powers
 from softmoe.studies.lab import Cell, Lab
-from softmoe.studies.results import Table
-from softmoe.studies.verdict import Claim, better
+from softmoe.studies.results import Claim, Table, better
 
 SERIES = {
     "experts choice, C = 1": ("experts_choice", {}),

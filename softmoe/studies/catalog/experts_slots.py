@@ -15,8 +15,7 @@ from softmoe.budget.paper import read_table
 from softmoe.studies.figures import NAMES, finish, heat, label, panels, powers
 from softmoe.studies.jobs import Timing
 from softmoe.studies.lab import Cell, Lab
-from softmoe.studies.results import Table, paired
-from softmoe.studies.verdict import Claim, better
+from softmoe.studies.results import Claim, Table, better, paired
 from softmoe.train import TrainConfig
 
 ROUTERS = ("soft", "tokens_choice", "experts_choice")

@@ -17,8 +17,7 @@ from softmoe.recipes import finetune
 from softmoe.studies.figures import COLORS, NAMES, bars, finish, label, line, panels
 from softmoe.studies.jobs import Finetuning, Training
 from softmoe.studies.lab import Cell, Lab
-from softmoe.studies.results import Row, Table, exact
-from softmoe.studies.verdict import Claim, better
+from softmoe.studies.results import Claim, Row, Table, better, exact
 from softmoe.train import TrainConfig
 
 ROUTERS = ("soft", "dense")

@@ -13,8 +13,7 @@ from typing import Any
 from softmoe.budget.paper import read_table
 from softmoe.studies.figures import COLORS, finish, label, panels, round_ticks
 from softmoe.studies.lab import Cell, Lab, wide
-from softmoe.studies.results import Table, exact
-from softmoe.studies.verdict import Claim, better
+from softmoe.studies.results import Claim, Table, better, exact
 
 LONGER = 3
 PAPER_COLUMNS = {"top1": "jft_p_at_1", "10shot": "in_10shot"}

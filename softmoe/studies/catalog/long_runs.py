@@ -15,8 +15,7 @@ from softmoe.budget.paper import read_table
 from softmoe.studies.figures import COLORS, NAMES, PAPER_QUALITY, finish, label, panels, round_ticks
 from softmoe.studies.jobs import Branch, Training
 from softmoe.studies.lab import Cell, Lab
-from softmoe.studies.results import Table
-from softmoe.studies.verdict import Claim, better
+from softmoe.studies.results import Claim, Table, better
 from softmoe.train import ScheduleSection
 
 ROUTERS = ("soft", "dense")

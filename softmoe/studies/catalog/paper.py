@@ -17,8 +17,7 @@ from softmoe.budget.paper.compare import LARGE
 from softmoe.studies.catalog.pareto import PAPER_COSTS, ROUTERS, printed
 from softmoe.studies.figures import COLORS, PAPER_QUALITY, ROUTING, finish, panels, pareto
 from softmoe.studies.lab import Cell, Lab
-from softmoe.studies.results import Row, Table, exact, markdown_table
-from softmoe.studies.verdict import Claim
+from softmoe.studies.results import Claim, Row, Table, exact, markdown_table
 
 TABLES = ("ablations", "bpr", "placement_soft", "placement_tokens_choice", "placement_experts_choice", "lit")
 

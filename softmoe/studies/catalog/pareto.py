@@ -15,8 +15,7 @@ import numpy as np
 from softmoe.budget.paper import pareto_arguments, pareto_runs, read_table
 from softmoe.studies.figures import NAMES, PAPER_QUALITY, ROUTING, frontier, label, panels, pareto
 from softmoe.studies.lab import Cell, Lab, wide
-from softmoe.studies.results import Table, paired
-from softmoe.studies.verdict import Claim
+from softmoe.studies.results import Claim, Table, paired
 from softmoe.train import ModelSection
 
 ROUTERS = ("soft", "dense", "tokens_choice", "experts_choice")

@@ -12,8 +12,7 @@ from typing import Any
 from softmoe.budget.paper import read_table
 from softmoe.studies.figures import COLORS, NAMES, bars, finish, label, panels
 from softmoe.studies.lab import Cell, Lab
-from softmoe.studies.results import Table
-from softmoe.studies.verdict import Claim, better
+from softmoe.studies.results import Claim, Table, better
 
 ROUTERS = ("soft", "tokens_choice", "experts_choice")
 LAST, TWO_LAST, TWO_SPREAD = "last", "two last", "two spread"

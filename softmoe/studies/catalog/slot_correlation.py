@@ -15,8 +15,7 @@ from softmoe.moe import SoftRouter
 from softmoe.moe.record import moe_layers
 from softmoe.studies.figures import panels, said
 from softmoe.studies.lab import Cell, Lab
-from softmoe.studies.results import Row, Table, paired
-from softmoe.studies.verdict import Claim
+from softmoe.studies.results import Claim, Row, Table, paired
 
 
 def cells(lab: Lab) -> Iterator[Cell]:

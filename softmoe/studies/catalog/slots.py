@@ -12,8 +12,7 @@ from typing import Any
 from softmoe.budget.paper import read_table
 from softmoe.studies.figures import COLORS, NAMES, finish, label, line, panels, powers
 from softmoe.studies.lab import Cell, Lab
-from softmoe.studies.results import Table, paired
-from softmoe.studies.verdict import Claim, better
+from softmoe.studies.results import Claim, Table, better, paired
 
 ROUTERS = ("soft", "experts_choice")
 

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from softmoe.evaluate.features import Features
-from softmoe.evaluate.knn import nearest_neighbors
-from softmoe.evaluate.linear_probe import linear_probe
+from softmoe.evaluate.probes import linear_probe, nearest_neighbors
 
 
 def blobs(rows: int, classes: int, dim: int, seed: int, spread: float) -> Features:
@@ -20,7 +19,7 @@ def blobs(rows: int, classes: int, dim: int, seed: int, spread: float) -> Featur
 @pytest.mark.parametrize(("neighbors", "temperature"), [(1, 0.07), (5, 0.07), (5, None), (500, 0.1)])
 def test_neighbors_against_a_loop(neighbors, temperature, monkeypatch):
     """The vote of the most similar training images, in chunks of any size."""
-    monkeypatch.setattr("softmoe.evaluate.knn._CHUNK", 17)
+    monkeypatch.setattr("softmoe.evaluate.probes._CHUNK", 17)
     train, test = blobs(60, 7, 5, 0, 1.0), blobs(40, 7, 5, 1, 1.0)
     right1 = right5 = 0
     for row, label in zip(test.vectors, test.labels, strict=True):
