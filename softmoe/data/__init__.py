@@ -8,32 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from softmoe.data.batch import Batch, TooManyBroken, soft_labels
-    from softmoe.data.captions import Captioned, captions_of, some_captions
     from softmoe.data.decode import BrokenImage
     from softmoe.data.loader import Loader, WorkerDied, evaluation_batches
     from softmoe.data.source import Example, Source, open_source
-    from softmoe.data.tokenizer import Tokenizer, train_tokenizer
+    from softmoe.data.texts import Captioned, Tokenizer, captions_of, some_captions, train_tokenizer
     from softmoe.data.transforms import Transform, TransformConfig, to_tensor
 
-_HOME = {
-    "Batch": "batch",
-    "BrokenImage": "decode",
-    "Captioned": "captions",
-    "Example": "source",
-    "Loader": "loader",
-    "Source": "source",
-    "Tokenizer": "tokenizer",
-    "TooManyBroken": "batch",
-    "Transform": "transforms",
-    "TransformConfig": "transforms",
-    "WorkerDied": "loader",
-    "captions_of": "captions",
-    "evaluation_batches": "loader",
-    "open_source": "source",
-    "soft_labels": "batch",
-    "some_captions": "captions",
-    "to_tensor": "transforms",
-    "train_tokenizer": "tokenizer",
+_HOMES = {
+    "batch": ("Batch", "TooManyBroken", "soft_labels"),
+    "decode": ("BrokenImage",),
+    "loader": ("Loader", "WorkerDied", "evaluation_batches"),
+    "source": ("Example", "Source", "open_source"),
+    "texts": ("Captioned", "Tokenizer", "captions_of", "some_captions", "train_tokenizer"),
+    "transforms": ("Transform", "TransformConfig", "to_tensor"),
 }
 
 __all__ = [
@@ -59,6 +46,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'softmoe.data' has no attribute {name!r}")
-    return getattr(import_module(f"softmoe.data.{_HOME[name]}"), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"softmoe.data.{home}"), name)
+    raise AttributeError(f"module 'softmoe.data' has no attribute {name!r}")

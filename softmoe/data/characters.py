@@ -21,8 +21,8 @@ import numpy as np
 
 from softmoe.data import characters_glyphs as glyphs
 from softmoe.data.characters_scenes import INKS, PAPERS, SCENES, Scenes, Written, compose, draw
-from softmoe.data.hashing import uniforms
-from softmoe.data.shapes_classes import with_article
+from softmoe.data.order import uniforms
+from softmoe.data.shapes_scenes import with_article
 from softmoe.data.source import Example, MinSide, fingerprint, positive_int
 
 FACES = ("seen", "unseen")

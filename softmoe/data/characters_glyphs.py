@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, features
 
-from softmoe.data.hashing import mix64
+from softmoe.data.order import mix64
 from softmoe.data.source import fingerprint
 from softmoe.machine import cache_folder
 

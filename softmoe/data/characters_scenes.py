@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from softmoe.data.characters_glyphs import BYTES, CELL, FILLED, LEVELS, STARTS, Glyphs
-from softmoe.data.hashing import Dice, uniforms
+from softmoe.data.order import Dice, uniforms
 from softmoe.data.shapes_tables import noise_windows
 
 SCENES = ("one", "many")

@@ -2,8 +2,7 @@
 training on.
 
 Example `index` of a split is a pure function of (seed, split, index); the scene does not change with the
-size. See shapes_classes.py for what the classes are, shapes_scenes.py for what is in a scene
-and shapes_draw.py for how it is drawn.
+size. See shapes_scenes.py for the classes and for what is in a scene, and shapes_draw.py for how it is drawn.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ from functools import cache, cached_property
 
 import numpy as np
 
-from softmoe.data.hashing import uniforms
-from softmoe.data.shapes_classes import (
+from softmoe.data.order import uniforms
+from softmoe.data.shapes_kernel import MAX_SIZE, draw
+from softmoe.data.shapes_scenes import (
     CLASS_SETS,
     COMPANIONS,
     GROUND_NAMES,
@@ -23,12 +23,12 @@ from softmoe.data.shapes_classes import (
     SECONDS,
     SHAPES,
     TEXTURE_NAMES,
+    Scenes,
     Words,
+    compose,
     compositions,
     sentences,
 )
-from softmoe.data.shapes_kernel import MAX_SIZE, draw
-from softmoe.data.shapes_scenes import Scenes, compose
 from softmoe.data.source import Example, MinSide, fingerprint, positive_int
 
 _LENGTHS = {"train": 2**20}

@@ -8,8 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from softmoe.data import shapes_tables as tables
-from softmoe.data.shapes_classes import TEXTURE_NAMES
-from softmoe.data.shapes_scenes import Placed, Scenes, chosen, joined
+from softmoe.data.shapes_scenes import TEXTURE_NAMES, Placed, Scenes, chosen, joined
 from softmoe.data.shapes_tables import CELLS, SPAN
 
 _CHUNK = 64  # images of 32 x 32 pixels drawn together: fewer cost more calls, more leave the caches

@@ -12,8 +12,7 @@ import torch
 from softmoe.accelerate.build import Kernel, call
 from softmoe.data import shapes_draw as plain
 from softmoe.data import shapes_tables as tables
-from softmoe.data.shapes_classes import compositions
-from softmoe.data.shapes_scenes import Placed, Scenes, compose, joined
+from softmoe.data.shapes_scenes import Placed, Scenes, compose, compositions, joined
 
 _FRAME = [(name, "f4") for name in ("ux", "u0", "uy", "vx", "v0", "vy")]
 _PLACED = np.dtype(

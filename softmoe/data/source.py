@@ -1,4 +1,4 @@
-"""What a source of images is, and how a URI-like string becomes one.
+"""The contract of a source of images, and how a URI-like string becomes one.
 
     shapes?size=48&classes=upstream      our own generator, nothing to download
     characters?classes=1000              thousands of classes drawn from fonts, nothing to download (extra: plots)
@@ -72,10 +72,10 @@ _SCHEMES = {
     "characters": ("softmoe.data.characters", "open_characters"),
     "folder": ("softmoe.data.folder", "open_folder"),
     "wds": ("softmoe.data.wds", "open_wds"),
-    "pairs": ("softmoe.data.pairs", "open_pairs"),
-    "hf": ("softmoe.data.hf", "open_hf"),
-    "idx": ("softmoe.data.idx", "open_idx"),
-    "digits": ("softmoe.data.digits", "open_digits"),
+    "pairs": ("softmoe.data.folder", "open_pairs"),
+    "hf": ("softmoe.data.foreign", "open_hf"),
+    "idx": ("softmoe.data.foreign", "open_idx"),
+    "digits": ("softmoe.data.foreign", "open_digits"),
 }
 _WITHOUT_PATH = ("shapes", "characters", "digits")
 
@@ -127,7 +127,7 @@ def fingerprint(*parts: str | bytes | Iterable[int]) -> str:
 
 
 def count_classes(largest: int, examples: int, stated: int = 0) -> int:
-    """How many classes there are if labels go up to `largest`. Numbers far above what the data can hold are damage,
+    """Return the number of classes if labels go up to `largest`. Numbers far above what the data can hold are damage,
     and a list of names for each would fill the memory: there must be fewer than `FEW_CLASSES`, or than ten for each
     example, or as many as were stated, and never more than `MAX_CLASSES`."""
     limit = stated or min(max(FEW_CLASSES, 10 * examples), MAX_CLASSES)

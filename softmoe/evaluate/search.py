@@ -16,7 +16,7 @@ from PIL import Image
 from softmoe import __version__
 from softmoe.data import BrokenImage
 from softmoe.data.source import fingerprint
-from softmoe.data.tokenizer import normal_text
+from softmoe.data.texts import normal_text
 from softmoe.evaluate.api import Names, OverFeatures, as_list, function
 from softmoe.evaluate.features import Progress
 from softmoe.evaluate.inputs import FileSource, find_images

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from softmoe.data import Captioned, Loader, Transform, TransformConfig, captions_of, evaluation_batches, open_source
-from softmoe.data.captions import some_captions, usable
+from softmoe.data.texts import some_captions, usable
 
 TRANSFORM = Transform(TransformConfig(image_size=8, crop="resize", flip=False), train=True)
 PLAIN = Transform(TransformConfig(image_size=8, crop="resize"), train=False)

@@ -9,9 +9,17 @@ import pytest
 
 from softmoe.accelerate import build
 from softmoe.data import open_source, shapes_draw, shapes_kernel
-from softmoe.data.shapes_classes import COMPANIONS, PAINTS, RELATIONS, SECONDS, SHAPES, TEXTURE_NAMES, compositions
 from softmoe.data.shapes_draw import draw
-from softmoe.data.shapes_scenes import compose
+from softmoe.data.shapes_scenes import (
+    COMPANIONS,
+    PAINTS,
+    RELATIONS,
+    SECONDS,
+    SHAPES,
+    TEXTURE_NAMES,
+    compose,
+    compositions,
+)
 from softmoe.data.shapes_tables import OUTLINES, _grid
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from softmoe.data.mixup import mixup, mixup_weights
+from softmoe.data.batch import mixup, mixup_weights
 
 
 def test_golden():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from softmoe.data import Tokenizer, open_source, some_captions, train_tokenizer
-from softmoe.data.tokenizer import normal_text
+from softmoe.data.texts import normal_text
 
 KINDS = (".json", ".model")
 
