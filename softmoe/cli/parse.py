@@ -18,7 +18,7 @@ SIZE = int | tuple[int, int] | None
 
 @dataclass(frozen=True, kw_only=True)
 class Printed:
-    """How a command shows its report."""
+    """The options by which a command shows its report."""
 
     json: bool = False
     """Print everything as JSON."""
@@ -33,7 +33,7 @@ class Printed:
 
 
 def parse(command: type[Command], argv: list[str], name: str) -> Command:
-    """The command that the words describe.
+    """Make the command that the words describe.
 
     Fields that Python takes by place are words by place, called like the field; the others are options. A flag turns
     over what is the default, an image size is written 224 or 224x320, and of several names each is a word.
@@ -55,7 +55,7 @@ def parse(command: type[Command], argv: list[str], name: str) -> Command:
 
 
 def word_type(hint: Any) -> Any:
-    """What stands for a type on the command line."""
+    """Return the type that stands for another on the command line."""
     if hint == SIZE:
         return str | None
     if hint == (str | Path | None):
@@ -73,8 +73,10 @@ def parse_size(text: str) -> int | tuple[int, int]:
 
 
 def percent_on_terminal(what: str) -> Callable[[int, int], None] | None:
-    """A function of (done, all) that keeps one line on the terminal up to date; None where there is no terminal, so
-    that nothing is written into logs and pipes."""
+    """Return a function of (done, all) that keeps one line on the terminal up to date.
+
+    None where there is no terminal, so that nothing is written into logs and pipes.
+    """
     if not sys.stderr.isatty():
         return None
 
@@ -86,7 +88,7 @@ def percent_on_terminal(what: str) -> Callable[[int, int], None] | None:
 
 
 def parse_run(default: "TrainConfig", argv: list[str], prog: str) -> "tuple[TrainConfig, bool]":
-    """The settings of a run with what the command line changes, and whether it is a dry run.
+    """Return the settings of a run with what the command line changes, and whether it is a dry run.
 
     The options of all routers stand among the settings of the model (--model.top-k), as the routers' configs declare
     and describe them. With another router the recipe's options that it does not have are left out.

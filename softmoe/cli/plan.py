@@ -9,14 +9,14 @@ from softmoe.cli.parse import parse
 
 @dataclass(frozen=True)
 class Arguments:
-    """Which layouts of a model fit on so many devices, and which is the fastest."""
+    """Find the layouts of a model that fit on so many devices, and the fastest of them."""
 
     model: str
     """A model, like soft_s16_128e or soft_h14_256e."""
     _: KW_ONLY
     devices: int = 8
     memory: str | None = None
-    """Of one device, like 40GB; None is that of the device."""
+    """Memory of one device, like 40GB; None is that of the device."""
     batch: int = 4096
     """Images per step, all devices together."""
     device: Literal["a100-40", "a100-80", "h100"] = "a100-40"

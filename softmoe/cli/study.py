@@ -12,7 +12,7 @@ class Arguments:
     """Run one of the paper's experiments: its grid, its figure with the paper's numbers beside, and a verdict."""
 
     names: tuple[str, ...]
-    """Which, one or several; `softmoe study` lists them. They share the runs they have in common."""
+    """Names of studies; `softmoe study` lists them. They share the runs they have in common."""
     _: KW_ONLY
     scale: Literal["tiny", "small", "paper"] = "small"
     """tiny: seconds, on generated images; small: 45 seconds a run on one core; paper: as the paper did it."""
@@ -25,7 +25,7 @@ class Arguments:
     seeds: int | None = None
     """Runs of each cell; 3 at scale small, else 1. One seed gives no interval."""
     steps: int | None = None
-    """Of each run, instead of the scale's."""
+    """Steps of each run, instead of the scale's."""
     out: Path = Path("studies")
     """Runs, tables, figures and verdicts go here. What is done already is not done again."""
     jobs: int = 1

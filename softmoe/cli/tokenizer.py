@@ -26,7 +26,7 @@ class Train:
 
 @dataclass(frozen=True)
 class Show:
-    """What a tokenizer makes of a text."""
+    """Show what a tokenizer makes of a text."""
 
     file: Path
     text: str

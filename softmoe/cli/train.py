@@ -82,14 +82,14 @@ def parse(recipe: str, argv: list[str]) -> tuple[TrainConfig, bool]:
 
 
 def train_locked(config: TrainConfig) -> Result:
-    """With the features of the image tower computed once, if every image always looks the same."""
+    """Train with the features of the image tower computed once, if every image always looks the same."""
     from softmoe.evaluate import extract
 
     return train(config, extract=extract)
 
 
 def stored_run(path: Path) -> TrainConfig:
-    """The settings of a run, to go on in the folder where it is now."""
+    """Read the settings of a run, to go on in the folder where it is now."""
     stored = RunFolder(path).stored()
     if stored is None:
         raise ValueError(f"{path} is not the folder of a run: it has no config.json")
@@ -139,7 +139,7 @@ def report_page(run: Path) -> str:
 
 
 def take(argv: list[str], flag: str) -> tuple[str | None, list[str]]:
-    """The value of a flag, and the arguments without it. It shapes the defaults of the others, so it is read first."""
+    """Return the value of a flag that shapes the defaults of the others, and the arguments without it."""
     for index, word in enumerate(argv):
         if word == flag:
             if index + 1 == len(argv):

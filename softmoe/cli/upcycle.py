@@ -30,17 +30,17 @@ class Arguments:
     """Images for the routers and the report: a folder, or a source as in training."""
     split: str = "train"
     images: int = 128
-    """How many of them: so many for the routers, and as many others for the report."""
+    """Images of --data: so many for the routers, and as many others for the report."""
     out: str | None = None
     """Folder of the new model; None only reports."""
     heads: int | None = None
-    """Of timm's weights, which do not tell."""
+    """Heads of timm's weights, which do not tell."""
     image_size: int | None = None
-    """Of others' weights whose positions do not tell."""
+    """Image size of others' weights whose positions do not tell."""
     activation: str | None = None
-    """Of timm's weights: gelu, or gelu_tanh for models that use it."""
+    """Activation of timm's weights: gelu, or gelu_tanh for models that use it."""
     mean: tuple[float, float, float] | None = None
-    """Of timm's weights: mean of the pixels in [0, 1] that the model was trained with; None is 0.5."""
+    """Mean of the pixels in [0, 1] that timm's model was trained with; None is 0.5."""
     std: tuple[float, float, float] | None = None
     seed: int = 0
 

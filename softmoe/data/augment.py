@@ -23,7 +23,7 @@ def rand_augment(image: np.ndarray, layers: int, magnitude: float, rng: np.rando
 
 
 def random_erasing(image: np.ndarray, chance: float, rng: np.random.Generator) -> np.ndarray:
-    """With the given chance, a rectangle of 2-33 % of the area and aspect 0.3-3.3 becomes noise."""
+    """Turn a rectangle of 2-33 % of the area and aspect 0.3-3.3 into noise, with the given chance."""
     if rng.random() >= chance:
         return image
     height, width = image.shape[:2]

@@ -48,7 +48,7 @@ class Batch:
         return len(self.images)
 
     def __reduce__(self) -> tuple[Callable[..., Batch], tuple[Any, ...]]:
-        """From a worker, every tensor takes a connection of its own (half a millisecond): only large ones do."""
+        """Send small tensors as arrays: a tensor from a worker takes a connection of its own (half a millisecond)."""
         parts = [getattr(self, f.name) for f in dataclasses.fields(self)]
         return _unpacked, tuple(p.numpy() if isinstance(p, torch.Tensor) and p.nbytes <= _SMALL else p for p in parts)
 
@@ -97,7 +97,7 @@ class TrainBatches:
         return self.several([step])[0]
 
     def several(self, steps: Sequence[int]) -> list[Batch]:
-        """One of each step, their examples read together where the source can: fewer and longer calls."""
+        """Make one batch of each step, their examples read together where the source can: fewer and longer calls."""
         blocks, mix = getattr(self.source, "blocks", None), getattr(self.source, "mix", 8)
         setting = (self.batch_size, self.world, self.rank, blocks, mix)
         indices = [order(len(self.source), self.seed, step, *setting) for step in steps]

@@ -160,7 +160,7 @@ def _check_jpeg(data: bytes, max_pixels: int) -> None:
 
 
 def _decode_simplejpeg(data: bytes, min_side: MinSide, max_pixels: int) -> np.ndarray | None:
-    """None where Pillow must do it: CMYK colors."""
+    """Return None where Pillow must do it: CMYK colors."""
     assert simplejpeg is not None
     tall, wide, space, _ = simplejpeg.decode_jpeg_header(data)
     if space in ("CMYK", "YCCK"):

@@ -167,7 +167,7 @@ class Decoders:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def read(self, body: Body, content_type: str = "") -> bytes:
-        """What `read` makes of the image: its ValueError, or SlowImage or TooManySlow, where it is refused.
+        """Return what `read` makes of the image: its ValueError, or SlowImage or TooManySlow, where it is refused.
 
         A call that is cancelled leaves the queue, and its process is killed if it had begun.
         """

@@ -17,13 +17,13 @@ import numpy as np
 
 from softmoe.data.decode import BrokenImage, decode, read_image_file, read_member
 from softmoe.data.files import ByteReader, Names, file_size, parse_json, read_json, tar_members, unpacked
-from softmoe.data.source import Example, MinSide, fingerprint, speakable
+from softmoe.data.source import Example, MinSide, Source, fingerprint, speakable
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")
 _TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 
 
-class FolderSource:
+class FolderSource(Source):
     """Images whose class is the name of their folder."""
 
     multi_label = False
@@ -50,9 +50,6 @@ class FolderSource:
 
     def __len__(self) -> int:
         return len(self._labels)
-
-    def __getitem__(self, index: int) -> Example:
-        return self.read(index)
 
     def read(self, index: int, min_side: MinSide = None) -> Example:
         name = f"{self._split}/{self._names[index]}"
@@ -136,7 +133,7 @@ def _checked_titles(titles: object, where: str) -> dict[str, str]:
 
 
 def _scan_tar(tar: Path) -> tuple[dict[str, dict[str, list]], dict[str, str], Path]:
-    """The same tree as a folder gives, with offsets; one enclosing top folder (as `tar c mydata` makes) is
+    """Return the tree that a folder would give, with offsets; one enclosing top folder (as `tar c mydata` makes) is
     skipped."""
     members = list(tar_members(tar))
     tops = {name.split("/", 1)[0] for name, _, _ in members}
@@ -157,7 +154,7 @@ def _scan_tar(tar: Path) -> tuple[dict[str, dict[str, list]], dict[str, str], Pa
     return {s: {c: sorted(files) for c, files in classes.items()} for s, classes in tree.items()}, titles, tar
 
 
-class PairsSource:
+class PairsSource(Source):
     """Images in the order of their names."""
 
     classes: tuple[str, ...] = ()
@@ -171,9 +168,6 @@ class PairsSource:
 
     def __len__(self) -> int:
         return len(self._names)
-
-    def __getitem__(self, index: int) -> Example:
-        return self.read(index)
 
     def read(self, index: int, min_side: MinSide = None) -> Example:
         name = self._names[index]

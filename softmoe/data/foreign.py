@@ -22,13 +22,13 @@ import numpy as np
 
 from softmoe.data.decode import MAX_PIXELS, BrokenImage, decode, read_image_file
 from softmoe.data.files import unpacked
-from softmoe.data.source import Example, MinSide, count_classes, fingerprint, shortened
+from softmoe.data.source import Example, MinSide, Source, count_classes, fingerprint, shortened
 
 _PREFIXES = {"val": ("t10k", "test", "val"), "test": ("t10k", "test")}
 _UNSIGNED_BYTE = 8  # the type code in the third byte of the file
 
 
-class IdxSource:
+class IdxSource(Source):
     """Gray images (n, h, w), or color (n, h, w, 3), and one label each. The files are mapped, not read."""
 
     multi_label = False
@@ -60,13 +60,10 @@ class IdxSource:
     def __len__(self) -> int:
         return len(self._labels)
 
-    def __getitem__(self, index: int) -> Example:
+    def read(self, index: int, min_side: MinSide = None) -> Example:
         pixels = np.array(self._pixels[index])
         image = np.repeat(pixels[:, :, None], 3, axis=2) if pixels.ndim == 2 else pixels
         return Example(image, (int(self._labels[index]),), name=f"{self._split}/{index}")
-
-    def read(self, index: int, min_side: MinSide = None) -> Example:
-        return self[index]
 
 
 def open_idx(path: str, split: str) -> IdxSource:
@@ -108,7 +105,7 @@ def _mapped(path: Path) -> np.ndarray:
     return np.memmap(path, dtype=np.uint8, mode="r", offset=start, shape=shape)
 
 
-class DigitsSource:
+class DigitsSource(Source):
     """Gray 8 x 8 images as RGB, ten classes."""
 
     multi_label = False
@@ -124,11 +121,8 @@ class DigitsSource:
     def __len__(self) -> int:
         return len(self._labels)
 
-    def __getitem__(self, index: int) -> Example:
-        return Example(self._images[index], (int(self._labels[index]),), name=f"digits/{self._split}/{index}")
-
     def read(self, index: int, min_side: MinSide = None) -> Example:
-        return self[index]
+        return Example(self._images[index], (int(self._labels[index]),), name=f"digits/{self._split}/{index}")
 
 
 def open_digits(split: str) -> DigitsSource:
@@ -148,7 +142,7 @@ _LABELS = ("label", "labels", "fine_label", "class")
 _OTHER_NAMES = {"val": ("val", "validation", "valid", "test")}
 
 
-class HfSource:
+class HfSource(Source):
     """Rows of an Arrow-backed data set; its files are mapped, so it is cheap to send to a worker."""
 
     def __init__(self, rows: Any, name: str, split: str, image: str, label: str | None, caption: str | None):
@@ -163,9 +157,6 @@ class HfSource:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> Example:
-        return self.read(index)
-
     def read(self, index: int, min_side: MinSide = None) -> Example:
         row = self._rows[int(index)]
         stored = row[self._image]
@@ -179,7 +170,7 @@ class HfSource:
         )
 
     def read_captions(self, indices: Sequence[int] | np.ndarray) -> list[tuple[str, ...]]:
-        """Without the images."""
+        """Read captions without the images."""
         if self._caption is None:
             return [() for _ in indices]
         rows = self._rows.select_columns([self._caption])[[int(index) for index in indices]]

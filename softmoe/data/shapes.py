@@ -76,7 +76,7 @@ class ShapesSource:
         ]
 
     def read_captions(self, indices: Sequence[int] | np.ndarray) -> list[tuple[str, ...]]:
-        """Without drawing the scenes."""
+        """Make captions without drawing the scenes."""
         rows = np.asarray(indices, dtype=np.int64)
         labels = rows % len(self.classes)
         return self._captions(compose(self._table[labels], self._key, rows, self.clutter), labels, rows)

@@ -53,7 +53,7 @@ class _Canvas:
         return np.stack([plane.take(where) for plane in tables.ground_planes()])
 
     def _objects(self, layers: list[Placed], textured: bool) -> None:
-        """One object of each picture, layer over layer, by one computation for all of them.
+        """Paint one object of each picture, layer over layer, by one computation for all of them.
 
         Distances are looked up in the part of each picture that its object may touch (pebbles are small and many twigs
         absent), everything else only where the object is.
@@ -106,7 +106,7 @@ class _Canvas:
         inside: np.ndarray,
         whose: np.ndarray,
     ) -> np.ndarray:
-        """How much of the second color each pixel inside the object has."""
+        """Return how much of the second color each pixel inside the object has."""
         texture = self.scenes.texture[near]
         u, v = _within(frame(placed, self.scenes.texture_scale[near], self.scenes.texture_shift[near]), x, y)
         u, v = (coordinate.take(inside).astype(np.int64) & (CELLS - 1) for coordinate in (u, v))
@@ -135,7 +135,7 @@ def line(size: int) -> np.ndarray:
 
 
 def pixels_of(placed: Placed, size: int) -> np.ndarray:
-    """Of a unit of the distance table, where the object is thinnest."""
+    """Return the pixels of a unit of the distance table, where the object is thinnest."""
     return placed.radius * placed.squeeze * (size / 2)
 
 

@@ -80,7 +80,7 @@ def compositions(which: str) -> tuple[Composition, ...]:
 
 @dataclass(frozen=True)
 class Words:
-    """What a caption can say of one scene; all of it true of the picture."""
+    """The words that a caption can say of one scene; all of them true of the picture."""
 
     shape: str
     texture: str
@@ -260,7 +260,7 @@ def _twig(dice: Dice, main: Placed, clutter: float) -> Placed:
 
 
 def joined(layers: list[Placed]) -> Placed:
-    """All of the first, then all of the second, and so on."""
+    """Join sets of objects: all of the first, then all of the second, and so on."""
     if len(layers) == 1:
         return layers[0]
     columns = {f.name: [getattr(one, f.name) for one in layers] for f in fields(Placed)}

@@ -193,7 +193,7 @@ def distance_table() -> np.ndarray:
 
 @cache
 def radii_within(distance: float) -> float:
-    """How far from the center, in radii, any outline may be within `distance` (in radii); infinite beyond the table."""
+    """Bound how far from the center any outline may be within `distance` (in radii); infinite beyond the table."""
     x, y = _grid()
     near = distance_table().reshape(-1, CELLS, CELLS).min(0) < distance
     if near[[0, -1]].any() or near[:, [0, -1]].any():

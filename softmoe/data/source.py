@@ -59,7 +59,8 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Example: ...
+    def __getitem__(self, index: int) -> Example:
+        return self.read(index)
 
     def read(self, index: int, min_side: MinSide = None) -> Example:
         """The example, its image perhaps decoded smaller, but never with a shorter side below `min_side`."""

@@ -205,7 +205,7 @@ _TRIED = 32  # examples looked at before a source is said to have no captions
 
 
 def captions_of(source: Source, indices: Sequence[int] | np.ndarray) -> list[tuple[str, ...]]:
-    """The usable captions of some examples, without decoding their images where the source can."""
+    """Return the usable captions of some examples, without decoding their images where the source can."""
     read: Callable[..., list[tuple[str, ...]]] | None = getattr(source, "read_captions", None)
     if read is not None:
         return [usable(captions) for captions in read(indices)]
@@ -219,19 +219,19 @@ def captions_of(source: Source, indices: Sequence[int] | np.ndarray) -> list[tup
 
 
 def usable(captions: Sequence[str]) -> tuple[str, ...]:
-    """Those that say something: not empty, nor only of bytes that are no text."""
+    """Return the captions that say something: not empty, nor only of bytes that are no text."""
     return tuple(caption for caption in captions if normal_text(caption))
 
 
 def some_captions(source: Source, most: int, seed: int = 0) -> Iterator[str]:
-    """All captions of at most `most` examples, drawn at random but always the same."""
+    """Yield all captions of at most `most` examples, drawn at random but always the same."""
     chosen = order(len(source), seed, 0, min(len(source), most))
     for start in range(0, len(chosen), _AT_ONCE):
         for captions in captions_of(source, chosen[start : start + _AT_ONCE]):
             yield from captions
 
 
-class Captioned:
+class Captioned(Source):
     """A source in which an image without a caption counts as one that cannot be read."""
 
     def __init__(self, source: Source, name: str):
@@ -249,9 +249,6 @@ class Captioned:
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitem__(self, index: int) -> Example:
-        return self.read(index)
-
     def read(self, index: int, min_side: MinSide = None) -> Example:
         example = self.source.read(index, min_side)
         if not usable(example.captions):
@@ -262,7 +259,7 @@ class Captioned:
         return captions_of(self.source, indices)
 
     def read_batch(self, indices: Sequence[int] | np.ndarray, captions: bool = True) -> list[Example] | None:
-        """All at once where the source can and all have captions; None asks for one after another."""
+        """Read all at once where the source can and all have captions; None asks for one after another."""
         inner = getattr(self.source, "read_batch", None)
         examples: list[Example] | None = None if inner is None else inner(indices)
         return examples if examples and all(usable(e.captions) for e in examples) else None

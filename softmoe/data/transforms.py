@@ -27,8 +27,11 @@ _TRIES = 100
 
 @dataclass(frozen=True)
 class TransformConfig:
-    """What happens to an image before the model sees it. In evaluation only the size and `crop` matter, and
-    of the random crops `inception` becomes `central` and `pad_crop` becomes `resize`."""
+    """The settings of what happens to an image before the model sees it.
+
+    In evaluation only the size and `crop` matter, and of the random crops `inception` becomes `central` and `pad_crop`
+    becomes `resize`.
+    """
 
     image_size: int | tuple[int, int] = 224  # side, or (height, width)
     crop: str = "inception"  # inception | resize | central | pad_crop
@@ -185,8 +188,7 @@ def inception_crop(
 def _central_box(
     height: int, width: int, target_height: int, target_width: int, ratio: float
 ) -> tuple[float, float, float, float]:
-    """What is left of an image whose shorter side was brought to `ratio` times the target and whose middle
-    was cut."""
+    """Return the middle of an image whose shorter side was brought to `ratio` times the target."""
     scale = max(target_height / height, target_width / width) * ratio
     box_height, box_width = target_height / (height * scale), target_width / (width * scale)
     return (1 - box_height) / 2, (1 - box_width) / 2, box_height, box_width
@@ -225,7 +227,7 @@ def resize(
 
 
 def _pixels(start: float, share: float, length: int) -> slice:
-    """At least one whole pixel of `length`, from a start and a share of it."""
+    """Return at least one whole pixel of `length`, from a start and a share of it."""
     first = min(round(start * length), length - 1)
     return slice(first, max(first + 1, min(round((start + share) * length), length)))
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from softmoe.data.decode import BrokenImage, decode, read_member
 from softmoe.data.files import ByteReader, Names, parse_json, read_json, tar_members, unpacked
-from softmoe.data.source import Example, MinSide, count_classes, fingerprint, positive_int, shortened, speakable
+from softmoe.data.source import Example, MinSide, Source, count_classes, fingerprint, positive_int, shortened, speakable
 
 _IMAGES = ("jpg", "jpeg", "png", "webp")
 _PARTS = (*_IMAGES, "cls", "json", "txt")
@@ -49,7 +49,7 @@ class _Row:
     listed: bool = False  # labels came as a list
 
 
-class WdsSource:
+class WdsSource(Source):
     """Examples of all shards, one after another."""
 
     def __init__(
@@ -88,9 +88,6 @@ class WdsSource:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def __getitem__(self, index: int) -> Example:
-        return self.read(index)
-
     def read(self, index: int, min_side: MinSide = None) -> Example:
         shard = self._shards[self._shard[index]]
         name = f"{self._titles[self._shard[index]]}/{self._keys[index]}"
@@ -105,7 +102,7 @@ class WdsSource:
         return Example(decode(image, name, min_side), labels, captions, name)
 
     def read_captions(self, indices: Sequence[int] | np.ndarray) -> list[tuple[str, ...]]:
-        """Without decoding the images; none where the json part is damaged."""
+        """Read captions without decoding the images; none where the json part is damaged."""
         found = []
         for index in indices:
             try:
@@ -149,7 +146,7 @@ def open_wds(
 
 
 def expand(pattern: str) -> list[Path]:
-    """The files that a pattern with braces and stars names; each must exist."""
+    """List the files that a pattern with braces and stars names; each must exist."""
     if _variants(pattern) > _MOST_SHARDS:
         raise ValueError(f"The shards {shortened(pattern)!r} are more than {_MOST_SHARDS:,} names.")
     files: list[Path] = []
@@ -162,7 +159,7 @@ def expand(pattern: str) -> list[Path]:
 
 
 def _variants(pattern: str) -> int:
-    """How many names the braces stand for, at most."""
+    """Return the largest number of names that the braces may stand for."""
     ranges = [_RANGE.fullmatch(inside) for inside in _BRACES.findall(pattern)]
     counts = [max(1, int(found[2]) - int(found[1]) + 1) for found in ranges if found]
     return math.prod([*counts, *(inside.count(",") + 1 for inside in _BRACES.findall(pattern))])
@@ -187,7 +184,7 @@ def _expand_braces(pattern: str) -> Iterator[str]:
 
 
 def _index(number: int, shard: Path, title: str) -> list[_Row]:
-    """The examples of one shard that have an image, in its order."""
+    """List the examples of one shard that have an image, in its order."""
     rows: dict[str, _Row] = {}
     for name, offset, size in tar_members(shard):
         folder, slash, file = name.rpartition("/")
@@ -236,7 +233,7 @@ def _label_facts(data: bytes, where: str) -> tuple[tuple[int, ...] | None, bool]
 
 
 def _caption_facts(facts: object) -> tuple[str, ...]:
-    """The sentences; null, numbers and the like are none."""
+    """Return the sentences; null, numbers and the like are none."""
     keys = ("captions", "caption", "text")
     value = next((facts[k] for k in keys if k in facts), None) if isinstance(facts, dict) else None
     sentences = value if isinstance(value, list) else [value]

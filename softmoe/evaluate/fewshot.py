@@ -32,7 +32,7 @@ Protocol = Literal["loo", "paper"]
 SHOTS = (1, 5, 10, 25)
 L2_GRID = tuple(2.0**i for i in range(-10, 20))
 BIAS = 100.0
-"""So large that the penalty hardly touches it."""
+"""The constant feature is so large that the penalty hardly touches its weight."""
 _EPS = 1e-5  # of the standard deviation, for features that do not vary
 _CHUNK = 8192  # test rows at a time
 
@@ -47,7 +47,7 @@ class Ridge:
     Y_nC: np.ndarray
     eigenvalues_r: np.ndarray
     vectors: np.ndarray
-    """Of Z'Z (D, D) if there are at least as many examples as features, else of ZZ' (n, n)."""
+    """Eigenvectors of Z'Z (D, D) if there are at least as many examples as features, else of ZZ' (n, n)."""
 
     @classmethod
     def fit(cls, x_nD: np.ndarray, labels_n: np.ndarray, classes: int) -> "Ridge":
@@ -97,7 +97,7 @@ class Ridge:
 
 
 def sample(labels_n: np.ndarray, classes: int, seed: int, sub_seed: int = 0) -> list[np.ndarray]:
-    """For each class its examples in a random order; k shots are the first k, so larger sets contain smaller ones.
+    """List for each class its examples in a random order; k shots are the first k, so larger sets contain smaller.
 
     The same draws as the reference makes for the same labels in the same order.
     """
@@ -181,7 +181,7 @@ def accuracy(ridge: Ridge, test: Features, l2: float) -> float:
 
 
 def fit_shots(train: Features, order: Sequence[np.ndarray], shots: int) -> Ridge:
-    """The problem of the first `shots` examples of each class in this order."""
+    """Set up the problem of the first `shots` examples of each class in this order."""
     picked = np.concatenate([indices[:shots] for indices in order])
     return Ridge.fit(train.vectors[picked], train.single_labels()[picked], len(train.classes))
 

@@ -1,4 +1,4 @@
-"""What the evaluators are given: a model with its preprocessing, and sources of images named on the command line."""
+"""The inputs of the evaluators: a model with its preprocessing, and sources of images named on the command line."""
 
 import glob
 import json
@@ -43,7 +43,7 @@ class Loaded:
 
 
 def open_model(where: str | Path) -> SavedModel:
-    """The saved model that a user names; a word on the way if it is the checkpoint of a run that has not ended."""
+    """Open the saved model that a user names, and say so if it is the checkpoint of a run that has not ended."""
     saved = open_saved(where)
     if saved.folder.parent.name == "checkpoints" and saved.folder != Path(where).expanduser():
         step = saved.provenance.get("step")
@@ -58,7 +58,7 @@ def load(
     image_size: int | tuple[int, int] | None = None,
     weights: Storage | None = None,
 ) -> Loaded:
-    """The saved model, run or Hub id; at another resolution, and prepared for inference with `weights`, if asked."""
+    """Load a saved model, run or Hub id; at another resolution, and prepared for inference with `weights`, if asked."""
     saved = open_model(where)
     place, p = choose_device(device), preprocessing_at(saved, image_size)
     if weights is None:
@@ -71,7 +71,7 @@ def load(
 
 
 def preprocessing_at(saved: SavedModel, image_size: int | tuple[int, int] | None) -> Preprocessing:
-    """As the model was saved, or for images of another size."""
+    """Return the preprocessing of the saved model, or that for images of another size."""
     if image_size is None:
         return saved.preprocessing
     size = (image_size, image_size) if isinstance(image_size, int) else image_size
@@ -89,7 +89,7 @@ def open_data(text: str, split: str) -> Source:
     return open_source(f"folder:{text}" if path.exists() else text, split)
 
 
-class Subset:
+class Subset(Source):
     """Some examples of a source, in its order."""
 
     def __init__(self, source: Source, indices: np.ndarray):
@@ -99,9 +99,6 @@ class Subset:
 
     def __len__(self) -> int:
         return len(self.indices)
-
-    def __getitem__(self, index: int) -> Example:
-        return self.read(index)
 
     def read(self, index: int, min_side: MinSide = None) -> Example:
         return self.source.read(int(self.indices[index]), min_side)
@@ -118,7 +115,7 @@ class Subset:
 
 
 def random_subset(source: Source, examples: int | None, seed: int = 0) -> Source:
-    """So many examples at random, or all."""
+    """Choose so many examples at random, or all."""
     if examples is not None and examples < 1:
         raise ValueError(f"the number of examples must be at least 1, got {examples}")
     if examples is None or examples >= len(source):
@@ -126,7 +123,7 @@ def random_subset(source: Source, examples: int | None, seed: int = 0) -> Source
     return Subset(source, np.random.default_rng(seed).choice(len(source), examples, replace=False))
 
 
-class Relabeled:
+class Relabeled(Source):
     """A source whose classes are numbered as the model numbers them."""
 
     def __init__(self, source: Source, classes: tuple[str, ...], numbers: tuple[int, ...]):
@@ -136,9 +133,6 @@ class Relabeled:
 
     def __len__(self) -> int:
         return len(self.source)
-
-    def __getitem__(self, index: int) -> Example:
-        return self.read(index)
 
     def read(self, index: int, min_side: MinSide = None) -> Example:
         return self._renumber(self.source.read(index, min_side))
@@ -152,7 +146,7 @@ class Relabeled:
         return replace(example, labels=tuple(self.numbers[label] for label in example.labels))
 
 
-class NewLabels:
+class NewLabels(Source):
     """A source with other labels, several or none for an image, in the model's numbering: ReaL for ImageNet.
 
     `labels` maps the name of an image file without its ending to class numbers; or it is a list in which the number
@@ -167,9 +161,6 @@ class NewLabels:
 
     def __len__(self) -> int:
         return len(self.source)
-
-    def __getitem__(self, index: int) -> Example:
-        return self.read(index)
 
     def read(self, index: int, min_side: MinSide = None) -> Example:
         example = self.source.read(index, min_side)
@@ -217,7 +208,7 @@ def match_classes(source: Source, classes: Sequence[str] | None, outputs: int) -
     raise ValueError(f"the data has {len(source.classes)} classes, but the model has {outputs}{why}")
 
 
-class FileSource:
+class FileSource(Source):
     """Image files without labels, for prediction."""
 
     classes: tuple[str, ...] = ()
@@ -229,9 +220,6 @@ class FileSource:
 
     def __len__(self) -> int:
         return len(self.paths)
-
-    def __getitem__(self, index: int) -> Example:
-        return self.read(index)
 
     def read(self, index: int, min_side: MinSide = None) -> Example:
         name = str(self.paths[index])

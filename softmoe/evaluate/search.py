@@ -37,7 +37,7 @@ class Hits:
     query: str
     hits: tuple[Hit, ...]
     images: int
-    """How many were searched."""
+    """The number of images that were searched."""
     unreadable: int
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ search = function(Search)
 
 
 def write_page(found: Hits, path: Path) -> Path:
-    """One file that opens from disk. Names and the text may be anybody's: they are escaped."""
+    """Write one file that opens from disk. Names and the text may be anybody's: they are escaped."""
     page = jinja2.Environment(autoescape=True).from_string(
         files("softmoe.evaluate").joinpath("search.html").read_text(encoding="utf-8")
     )

@@ -28,16 +28,16 @@ class RunRecord:
         return self.config.model.resolve(self.classes or None, self.config.data.transform.image_size)
 
     def curve(self, x: str, y: str) -> tuple[list[float], list[float]]:
-        """Two columns of the rows that have both."""
+        """Return two columns of the rows that have both."""
         pairs = [(row[x], row[y]) for row in self.rows if row.get(x) is not None and row.get(y) is not None]
         return [a for a, _ in pairs], [b for _, b in pairs]
 
     def last(self, key: str) -> Any:
-        """The newest value, or None."""
+        """Return the newest value, or None."""
         return next((row[key] for row in reversed(self.rows) if row.get(key) is not None), None)
 
     def routers(self, key: str) -> dict[str, tuple[list[int], list[float]]]:
-        """For each MoE layer the steps and values of one figure of its health (scale, max_dispatch, ...)."""
+        """Return for each MoE layer the steps and values of one figure of its health (scale, max_dispatch, ...)."""
         curves: dict[str, tuple[list[int], list[float]]] = {}
         for row in self.rows:
             for layer, health in row.get("routers", {}).items():

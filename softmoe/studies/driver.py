@@ -253,7 +253,7 @@ class Estimate:
     study: str
     cells: int
     jobs: int
-    """To be done."""
+    """The number of jobs that are not done yet."""
     flops: float
     rate: float
     measured: bool

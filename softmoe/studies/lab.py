@@ -52,7 +52,7 @@ class Cell:
 class Lab:
     scale: ScaleName
     base: TrainConfig
-    """Of the dense model; every run of a study is a variation of it."""
+    """The settings of the dense model; every run of a study is a variation of it."""
     seeds: int = 3
     experts: dict[str, Any] = field(default_factory=dict)
     """Settings of every model with experts."""

@@ -84,7 +84,7 @@ class Table:
 
     @property
     def quality(self) -> list[str]:
-        """Those of the paper's two measures that some row has."""
+        """The measures of the paper's two that some row has."""
         return [name for name in QUALITY if any(name in row.numbers for row in self.rows)]
 
     def values(self, number: str) -> dict[int, float]:
