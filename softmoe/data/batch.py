@@ -137,8 +137,7 @@ def with_draws(batch: Batch, seed: int, step: int, first: int) -> Batch:
 
 @dataclass(frozen=True)
 class EvaluationBatches:
-    """Each example once, in order. All ranks have the same number of batches; the last may be uneven, or
-    empty."""
+    """Each example once, in order. All ranks have the same number of batches; the last may be uneven, or empty."""
 
     source: Source
     transform: Transform
@@ -200,8 +199,7 @@ def _read_together(source: Source, indices: np.ndarray, captions: bool) -> list[
 def _read(
     source: Source, transform: Transform, index: int, rng: np.random.Generator, ready: Example | None
 ) -> tuple[Example, Plan]:
-    """The example and the crop for it, chosen from the stored size if the source tells it, else from the
-    image's."""
+    """The example and the crop for it, chosen from the stored size if the source tells it, else from the image's."""
     plans: list[Plan] = []
 
     def min_side(height: int, width: int) -> int:

@@ -4,9 +4,8 @@ Every image of the package passes through `decode`: those of data sets, of files
 requests. The bytes may be a stranger's, so the format is told by the content and is one of `FORMATS` (none of them
 starts another program), and the sizes are checked before any pixel is made, in the decoder that makes them.
 
-JPEG can be decoded at 1/2, 1/4 or 1/8 of its size for a fraction of the work (the inverse DCT is done on
-fewer coefficients). simplejpeg does it faster than Pillow and is used when it is installed (`pip install
-softmoe[fast]`).
+JPEG can be decoded at 1/2, 1/4 or 1/8 of its size for a fraction of the work (the inverse DCT is done on fewer
+coefficients). simplejpeg does it faster than Pillow and is used when it is installed (`pip install softmoe[fast]`).
 """
 
 from __future__ import annotations
@@ -203,8 +202,7 @@ def _wanted_side(min_side: MinSide, height: int, width: int) -> int:
 
 
 def to_rgb(image: Image.Image) -> np.ndarray:
-    """(h, w, 3) uint8 from any Pillow mode. Transparent pixels lie on white; 16-bit and float grays are
-    scaled to 8."""
+    """(h, w, 3) uint8 from any Pillow mode. Transparent pixels lie on white; 16-bit and float grays are scaled to 8."""
     if image.mode.startswith("I;16"):
         gray = np.asarray(image).astype(np.uint32) >> 8
     elif image.mode in ("I", "F"):

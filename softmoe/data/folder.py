@@ -29,8 +29,7 @@ class FolderSource(Source):
     multi_label = False
 
     def __init__(self, root: Path, split: str, classes: list[str], titles: dict[str, str], found: dict[str, list]):
-        """`found`: class -> [(name within the split, offset, size)]; `root` is a folder, or a tar read by
-        offset."""
+        """`found`: class -> [(name within the split, offset, size)]; `root` is a folder, or a tar read by offset."""
         ids = {name: i for i, name in enumerate(classes)}
         rows = [(ids[c], f"{c}/{name}", offset, size) for c in classes for name, offset, size in found.get(c, [])]
         self.classes = tuple(titles.get(c, c) for c in classes)

@@ -35,8 +35,7 @@ class WorkerDied(RuntimeError):
 
 
 class Loader:
-    """Training batches of one source. `batch_size` counts all `world` processes; each gets batch_size //
-    world."""
+    """Training batches of one source. `batch_size` counts all `world` processes; each gets batch_size // world."""
 
     def __init__(
         self,
@@ -64,8 +63,7 @@ class Loader:
         self._batches = TrainBatches(source, transform, batch_size, seed, world, rank, captions)
 
     def batches(self, start_step: int = 0) -> Iterator[Batch]:
-        """The endless stream from step `start_step` on: a resumed run sees what an uninterrupted one would
-        have."""
+        """The endless stream from step `start_step` on: a resumed run sees what an uninterrupted one would have."""
         if self.workers == 0 and getattr(self.source, "read_batch", None) is not None:
             firsts = itertools.count(start_step, self.prefetch)
             groups = (self._batches.several(range(first, first + self.prefetch)) for first in firsts)

@@ -24,16 +24,14 @@ def mix64(z: np.ndarray) -> np.ndarray:
 
 
 def uniforms(key: int, indices: np.ndarray, count: int) -> np.ndarray:
-    """(len(indices), count) float64 in [0, 1): splitmix64 of (key, index, column), a pure function of the
-    three."""
+    """(len(indices), count) float64 in [0, 1): splitmix64 of (key, index, column), a pure function of the three."""
     state = np.uint64(key) + mix64(indices.astype(np.uint64) + GOLDEN)
     columns = np.arange(1, count + 1, dtype=np.uint64) * GOLDEN
     return (mix64(state[:, None] + columns[None, :]) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 class Dice:
-    """Hands out columns of one table of uniform numbers, so that adding a draw at the end changes nothing
-    before it."""
+    """Hands out columns of one table of uniform numbers, so that adding a draw at the end changes nothing before it."""
 
     def __init__(self, table: np.ndarray):
         self.table, self.used = table, 0
@@ -97,8 +95,7 @@ def check_batch(batch_size: int, world: int, rank: int) -> None:
 
 
 def permute(places: np.ndarray, length: int, keys: np.ndarray) -> np.ndarray:
-    """The images of `places` (each in 0..length-1) under the permutations of 0..length-1 chosen by `keys`
-    (uint64)."""
+    """The images of `places` (each in 0..length-1) under the permutations of 0..length-1 chosen by `keys` (uint64)."""
     half = max(1, ((length - 1).bit_length() + 1) // 2)  # the network permutes 0 .. 2**(2 * half) - 1
     result = _feistel(places.astype(np.uint64), keys, half)
     outside = np.flatnonzero(result >= length)

@@ -1,5 +1,4 @@
-"""shapes - pictures made up on the spot: nothing to download, as many as wanted, hard enough to be worth
-training on.
+"""shapes - pictures made up on the spot: nothing to download, as many as wanted, hard enough to be worth training on.
 
 Example `index` of a split is a pure function of (seed, split, index); the scene does not change with the
 size. See shapes_scenes.py for the classes and for what is in a scene, and shapes_draw.py for how it is drawn.

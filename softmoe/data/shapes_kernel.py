@@ -1,5 +1,4 @@
-"""Drawing by the compiled shapes.cpp where it can be had: the same bytes as shapes_draw.py, in a third of the
-time."""
+"""Drawing by the compiled shapes.cpp where it can be had: the same bytes as shapes_draw.py, in a third of the time."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
 """The classes of `shapes`, the scenes that show them, and the sentences that describe a scene.
 
-A class is a composition: an object (color, texture, its second color, shape), its companion (color, shape)
-and how they stand to each other, for example "red and white striped star above blue heart". Each of the 56
-pairs of object and companion color has seven classes, which differ in texture and in shape: 392 in all. 288
-are for upstream training; 104 are held out as downstream classes: none is seen upstream, while each of their
-parts is. Colors are learned within seconds, textures and shapes slowly, so that a small model is early above
-chance and long below the top. All relations survive a horizontal flip: flipping keeps labels and captions
-true.
+A class is a composition: an object (color, texture, its second color, shape), its companion (color, shape) and how they
+stand to each other, for example "red and white striped star above blue heart". Each of the 56 pairs of object and
+companion color has seven classes, which differ in texture and in shape: 392 in all. 288 are for upstream training; 104
+are held out as downstream classes: none is seen upstream, while each of their parts is. Colors are learned within
+seconds, textures and shapes slowly, so that a small model is early above chance and long below the top. All relations
+survive a horizontal flip: flipping keeps labels and captions true.
 
 A scene has objects, places, colors and light, drawn from (key, index) alone. Coordinates: the picture is
 [-1, 1] x [-1, 1] with y up; radii are in the same units, so a scene does not depend on the number of pixels.

@@ -1,8 +1,7 @@
 """The visual vocabulary of `shapes` as look-up tables: signed distances, textures, grounds, colors.
 
-Every outline and pattern is evaluated once on a fine grid over [-2, 2) in the object's own coordinates.
-Drawing is then one gather per object whatever its shape, and sub-pixel placement, rotation and scale stay
-exact to 1/64 of the radius.
+Every outline and pattern is evaluated once on a fine grid over [-2, 2) in the object's own coordinates. Drawing is then
+one gather per object whatever its shape, and sub-pixel placement, rotation and scale stay exact to 1/64 of the radius.
 """
 
 from __future__ import annotations

@@ -9,9 +9,8 @@
     idx:PATH                             MNIST-style idx files, gz or not
     digits                               scikit-learn's 8x8 digits          (extra: digits)
 
-Options follow a question mark: `wds:PATTERN?classes=1000&order=shards`. A source is map-style: any example by
-its index, so the order of examples and an exact resume are arithmetic on indices and not the source's
-business.
+Options follow a question mark: `wds:PATTERN?classes=1000&order=shards`. A source is map-style: any example by its
+index, so the order of examples and an exact resume are arithmetic on indices and not the source's business.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Image -> image of the size the model wants. Every draw comes from the generator that is handed in.
 
-The crop is chosen from the stored height and width before decoding (`Transform.plan`), so that a JPEG is
-decoded no larger than the crop needs; it is kept as a share of the image and thus fits whatever size comes
-out of the decoder.
+The crop is chosen from the stored height and width before decoding (`Transform.plan`), so that a JPEG is decoded no
+larger than the crop needs; it is kept as a share of the image and thus fits whatever size comes out of the decoder.
 """
 
 from __future__ import annotations
@@ -71,8 +70,7 @@ class TransformConfig:
 
 @dataclass(frozen=True)
 class Plan:
-    """A crop as shares of the image (top, left, height, width in [0, 1]), and the shorter side that serves
-    it."""
+    """A crop as shares of the image (top, left, height, width in [0, 1]), and the shorter side that serves it."""
 
     box: tuple[float, float, float, float]
     min_side: int

@@ -8,9 +8,8 @@ Parts: jpg, jpeg, png or webp; cls (a class number), json ("label": a number, or
 the shards ({"0": "tench"} or ["tench", ...]), else they are the numbers, up to the largest seen;
 `?classes=1000` states how many there are.
 
-Each tar is indexed once, so any example can be read at any time and a resume needs no skipping.
-`?order=shards` visits the shards in random order and shuffles within `mix` of them at a time, for disks on
-which jumping about is slow.
+Each tar is indexed once, so any example can be read at any time and a resume needs no skipping. `?order=shards` visits
+the shards in random order and shuffles within `mix` of them at a time, for disks on which jumping about is slow.
 """
 
 from __future__ import annotations
@@ -60,8 +59,7 @@ class WdsSource(Source):
         classes: tuple[str, ...],
         mix: int | None,
     ):
-        """`titles`: the shards' names as the user knows them; `shards`: the uncompressed tars; `mix`: see
-        `order`."""
+        """`titles`: the shards' names as the user knows them; `shards`: the uncompressed tars; `mix`: see `order`."""
         self.classes = classes
         self.multi_label = any(row.listed for row in rows)
         self._titles = tuple(titles)
