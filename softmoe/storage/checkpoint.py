@@ -263,11 +263,14 @@ def named_parameters(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Tensors:
-    """Return the optimizer's state by parameter name: `encoder.norm.weight/exp_avg`, ..."""
+    """Return the optimizer's state by parameter name: `encoder.norm.weight/exp_avg`, ...
+
+    The parts are sorted: an optimizer that was loaded has them in another order, and its file must be the same.
+    """
     return {
         f"{name}/{key}": value
         for name, parameter in named_parameters(optimizer).items()
-        for key, value in optimizer.state.get(parameter, {}).items()
+        for key, value in sorted(optimizer.state.get(parameter, {}).items())
         if value is not None
     }
 
