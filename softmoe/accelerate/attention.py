@@ -137,7 +137,7 @@ attend.register_autograd(_derive, setup_context=_save)
 
 
 def _plain(inputs: _Inputs, mask_BM: Tensor | None, heads: int, eps: tuple[float, float]) -> Tensor:
-    """The same by torch, such that it can be derived twice."""
+    """Compute the attention with torch alone, so that it can be derived twice."""
     parts = (inputs.qkv_BMC + inputs.bias_C).chunk(3, dim=2)
     query, key, value = (part.unflatten(2, (heads, -1)) for part in parts)
     if inputs.query_E is not None:

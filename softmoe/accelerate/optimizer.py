@@ -52,7 +52,7 @@ class CompactAdamW(torch.optim.Optimizer):
     """
 
     state_dtype = torch.bfloat16
-    """What the moments of a checkpoint must be of."""
+    """The moments of a checkpoint must have this dtype."""
 
     def __init__(
         self,

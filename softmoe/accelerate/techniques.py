@@ -28,7 +28,10 @@ class Technique:
 
 @dataclass(frozen=True)
 class Report:
-    """What `apply` did. Numbers differ in the last places with what is on, so this is a fact of a run."""
+    """A report lists each technique that `apply` put on, or why it is off.
+
+    Numbers differ in the last places with what is on, so this is a fact of a run.
+    """
 
     techniques: tuple[Technique, ...]
 

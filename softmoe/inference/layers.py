@@ -28,7 +28,7 @@ from softmoe.moe.soft import EPS, l2_normalize, softmax_over_slots, softmax_over
 WEIGHTS = ("float32", "float16", "bfloat16", "int8", "int8_dynamic")
 Weights = Literal["float32", "float16", "bfloat16", "int8", "int8_dynamic"]
 Storage = Literal["float32", "float16", "bfloat16", "int8", "int8_dynamic", "mapped"]
-"""What commands offer: also float32 left in its file, for models larger than the memory (see `open_mapped`)."""
+"""Commands offer these names: also float32 left in its file, for models larger than the memory (see `open_mapped`)."""
 
 
 class PreparedSoftRouter(Router):

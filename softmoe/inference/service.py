@@ -43,9 +43,9 @@ class Limits:
     max_waiting: int = 32
     """Requests that may wait; further ones get 503."""
     max_bytes: int = 10_000_000
-    """Of one request."""
+    """Bytes that one request may have."""
     max_held_bytes: int = 64_000_000
-    """Of all requests that have come, wholly or in part, and are not decoded yet."""
+    """Bytes of all requests that have come, wholly or in part, and are not decoded yet."""
     timeout: float = 30.0
     """Time of a request, from its headers to its answer."""
     body_idle: float = 5.0
