@@ -95,7 +95,7 @@ def elementwise(config: ViTConfig, terms: Terms, *, one_hot: bool = False) -> in
         tokens, head_rows = tokens - t.qk_norm[0], head_rows - t.qk_norm[1]
     block = tokens * M * D + t.pairs * A * M**2 + head_rows * A * M + t.token_rows * M
     moe = routed(c)
-    dense = L - (moe.layers if moe else 0)
+    dense = L - (moe.replaced if moe else 0)
     total = Fraction(L * block + dense * t.hidden * M * H + t.outside * M * D + t.classes * (c.num_classes or 0))
     if c.pool == "attention":
         total += t.pool * (8 * M * D + 4 * A * M + 9 * H + 20 * D)
@@ -106,7 +106,7 @@ def elementwise(config: ViTConfig, terms: Terms, *, one_hot: bool = False) -> in
 
 
 def router_flops(config: ViTConfig, moe: Routed, terms: RouterTerms, one_hot: bool) -> Fraction:
-    M, D, H = config.tokens, config.width, config.mlp_dim
+    M, D, H = config.tokens, config.width, moe.hidden
     logits = M * (moe.experts if moe.router in SPARSE else moe.slots)
     flops = terms.tokens * M * D + terms.logits * logits + moe.rows * (terms.hidden * H + terms.rows * D)
     return flops + (terms.mask * moe.mask if one_hot else 0)

@@ -72,7 +72,7 @@ def largest_parameter(config: ViTConfig) -> int:
     c, moe = config, routed(config)
     matrices = [3 * c.width**2, c.width * c.mlp_dim, 3 * c.width * c.patch_size**2, c.width * (c.num_classes or 0)]
     if moe is not None and moe.layers:
-        matrices.append(moe.experts * c.width * c.mlp_dim)
+        matrices.append(moe.experts * c.width * moe.hidden)
     return max(matrices)
 
 
@@ -84,6 +84,8 @@ def activation_memory(config: ViTConfig, batch_size: int, item: int, gradient_ch
     attention = attention_bytes(c, T, item)
     dense = attention + mlp_bytes(c, T, item)
     sparse = attention + (moe_bytes(c, batch_size, item) if moe else 0)
+    if moe and not moe.replaced:
+        sparse += mlp_bytes(c, T, item)
     if gradient_checkpointing:  # the input of each block, and the inside of the one that is being computed again
         blocks = c.depth * T * c.width * item + max(sparse if layers else 0, dense if layers < c.depth else 0)
     else:
@@ -121,8 +123,9 @@ def mlp_bytes(config: ViTConfig, T: int, item: int) -> int:
 
 def moe_bytes(config: ViTConfig, batch_size: int, item: int) -> int:
     """Return the bytes of an MoE layer: routing weights or indices, the experts' rows in and out, and their insides."""
-    moe, M, D, H = routed(config), config.tokens, config.width, config.mlp_dim
+    moe, M, D = routed(config), config.tokens, config.width
     assert moe is not None
+    H = moe.hidden
     assert config.moe is not None
     T, N = batch_size * M, moe.experts
     if moe.router in SPARSE:

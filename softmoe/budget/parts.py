@@ -9,7 +9,7 @@ N experts, S rows that they process per image, all experts together.
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,6 +34,8 @@ class Routed:
     slots        N * P, for routers with slot parameters
     capacity     rows per expert and group (sparse routers)
     mask         M * N * capacity: entries of the one-hot matrix of the paper's dispatcher, which ours never makes
+    hidden       H of the experts
+    replaced     how many of these layers stand in an MLP's place: all, or none if the MLPs are kept beside
     """
 
     router: str
@@ -43,6 +45,8 @@ class Routed:
     slots: int = 0
     capacity: int = 0
     mask: Fraction = Fraction(0)
+    hidden: int = 0
+    replaced: int = 0
 
 
 def checked(config: ViTConfig) -> ViTConfig:
@@ -68,16 +72,16 @@ def routed(config: ViTConfig) -> Routed | None:
         return None
     M, N = config.tokens, moe.num_experts
     name = counted_as(moe.router)
+    of_layer: dict[str, Any] = {"hidden": moe.hidden_dim(config.mlp_dim), "replaced": 0 if moe.keep_mlp else layers}
     if isinstance(moe.router, SparseConfig):
         group = moe.router.group_size or M
         capacity = sparse_capacity(moe, group)
-        return Routed(
-            name, layers, N, Fraction(N * capacity * M, group), capacity=capacity, mask=Fraction(M * N * capacity)
-        )
+        rows, mask = Fraction(N * capacity * M, group), Fraction(M * N * capacity)
+        return Routed(name, layers, N, rows, capacity=capacity, mask=mask, **of_layer)
     if name == "identity":
-        return Routed(name, layers, N, Fraction(N * -(-M // N)))
+        return Routed(name, layers, N, Fraction(N * -(-M // N)), **of_layer)
     slots = N * vars(moe.router)["slots_per_expert"]
-    return Routed(name, layers, N, Fraction(slots), slots=slots)
+    return Routed(name, layers, N, Fraction(slots), slots=slots, **of_layer)
 
 
 def counted_as(router: RouterConfig) -> str:
@@ -116,12 +120,13 @@ def parts(config: ViTConfig, *, one_hot: bool = False) -> dict[str, Part]:
     c = config
     M, D, H, L = c.tokens, c.width, c.mlp_dim, c.depth
     moe = routed(c)
-    dense = L - (moe.layers if moe else 0)
+    dense = L - (moe.replaced if moe else 0)
     one_mlp = mlp_params(D, H)
     routing, experts = Part(0, 0), Part(0, 0)
     if moe:
         routing = Part(moe.layers * router_params(c), round(moe.layers * router_macs(c, one_hot)))
-        experts = Part(moe.layers * moe.experts * one_mlp, round(moe.layers * 2 * moe.rows * D * H))
+        one_expert = mlp_params(D, moe.hidden)
+        experts = Part(moe.layers * moe.experts * one_expert, round(moe.layers * 2 * moe.rows * D * moe.hidden))
     return {
         "embedding": embedding(c),
         "attention": Part(L * attention_params(c), L * (4 * M * D**2 + 2 * M**2 * D)),

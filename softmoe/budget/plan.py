@@ -159,13 +159,15 @@ class Plan:
         """Count the parameters of the largest block, as far as it is gathered."""
         D, moe = self.config.width, routed(self.config)
         attention = attention_params(self.config) + 4 * D
-        dense = attention + mlp_params(D, self.config.mlp_dim)
+        mlp = mlp_params(D, self.config.mlp_dim)
+        dense = attention + mlp
         if moe is None:
             return dense
-        experts = moe.experts * mlp_params(D, self.config.mlp_dim)
+        experts = moe.experts * mlp_params(D, moe.hidden)
         mine = 0 if self.layout.devices == self.layout.expert else experts // self.layout.expert
         router = price(self.config).parts["routing"].params // moe.layers
-        return max(attention + router + mine, dense if moe.layers < self.config.depth else 0)
+        kept = 0 if moe.replaced else mlp
+        return max(attention + kept + router + mine, dense if moe.layers < self.config.depth else 0)
 
     def _all_blocks_params(self) -> int:
         parts = price(self.config).parts
@@ -232,7 +234,8 @@ def rate(hardware: Hardware, ranks: int) -> float:
 
 def layouts(config: ViTConfig, devices: int) -> list[Layout]:
     """List every mesh on which softmoe.parallel can put the model."""
-    moe, D, H = routed(config), config.width, config.mlp_dim
+    moe, D = routed(config), config.width
+    H = moe.hidden if moe else 0
     found = []
     for expert in divisors(devices):
         if expert > 1 and (moe is None or moe.experts % expert):

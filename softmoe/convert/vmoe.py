@@ -30,7 +30,7 @@ from softmoe.models import VisionTransformer
 from softmoe.models.embed import LearnedPositions
 from softmoe.models.heads import AttentionPool
 from softmoe.models.transformer import MLP, Attention, Block
-from softmoe.moe import Experts, MoE, PlacedRouter, SoftRouter
+from softmoe.moe import Experts, ExpertsBeside, MoE, PlacedRouter, SoftRouter
 from softmoe.moe.sparse import SparseRouter
 
 PREFIX = "params/"
@@ -226,6 +226,8 @@ def attention_views(attention: Attention, read: Read) -> Views:
 
 def moe_views(layer: MoE, read: Read) -> Views:
     experts, router = layer.experts, layer.router
+    if isinstance(layer, ExpertsBeside):
+        raise ValueError("the paper's code has no experts beside an MLP, so these weights cannot be written for it")
     if not isinstance(experts, Experts):
         raise ValueError(f"expected an MoE layer with Experts inside, got {type(experts).__name__}")
     views = {

@@ -29,6 +29,7 @@ from softmoe.models import VisionTransformer
 from softmoe.models.transformer import MLP, Attention, Block
 from softmoe.moe import (
     Experts,
+    ExpertsBeside,
     ExpertsChoiceRouter,
     IdentityRouter,
     MoE,
@@ -52,7 +53,7 @@ LARGEST_ERROR: dict[str, float] = {
 }
 """Root mean square of the change of the experts' outputs, over that of the outputs: beyond this, prepare refuses."""
 Model = TypeVar("Model", bound=nn.Module)
-_LAYERS = (MoE, SoftMoE)
+_LAYERS = (MoE, SoftMoE, ExpertsBeside)
 _ROUTERS = (
     SoftRouter,
     PlacedRouter,
@@ -162,8 +163,9 @@ def _dense(block: Block) -> Iterator[tuple[str, nn.Linear]]:
     """Yield the linears of a block whose inside is known."""
     if is_exactly(block.attention, Attention):
         yield from (("attention.qkv", block.attention.qkv), ("attention.out", block.attention.out))
-    if type(block.mlp) is MLP:
-        yield from (("mlp.fc1", block.mlp.fc1), ("mlp.fc2", block.mlp.fc2))
+    name, mlp = ("mlp.mlp", block.mlp.mlp) if isinstance(block.mlp, ExpertsBeside) else ("mlp", block.mlp)
+    if type(mlp) is MLP:
+        yield from ((f"{name}.fc1", mlp.fc1), (f"{name}.fc2", mlp.fc2))
 
 
 def _packs(experts: Experts) -> bool:

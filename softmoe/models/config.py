@@ -5,7 +5,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, get_type_hints
 
-from softmoe.moe import Experts, MoE, RouterConfig
+from torch import nn
+
+from softmoe.moe import Experts, ExpertsBeside, MoE, RouterConfig
 from softmoe.moe.routing import ROUTERS
 
 _FORMER = {  # what config.json said of every MoE when there was one list of options for all routers
@@ -26,6 +28,10 @@ class MoEConfig:
     """Dropout inside the experts; None is the model's dropout."""
     identical_init: bool = False
     """Start all experts as copies of one draw."""
+    expert_dim: int | None = None
+    """Hidden width of each expert; None is that of the model's MLPs."""
+    keep_mlp: bool = False
+    """Experts stand beside the block's MLP, whose output they add to, and not in its place."""
 
     @classmethod
     def of(cls, router: str = "soft", num_experts: int = 128, **options: Any) -> "MoEConfig":
@@ -52,18 +58,27 @@ class MoEConfig:
     def num_experts(self) -> int:
         return self.router.num_experts
 
-    def make_layer(self, dim: int, hidden_dim: int, dropout: float, activation: str = "gelu_tanh") -> MoE:
+    def make_layer(
+        self, dim: int, mlp_dim: int, dropout: float, activation: str = "gelu_tanh", *, kept: nn.Module | None = None
+    ) -> MoE:
+        """`kept` is the MLP that experts stand beside, with `keep_mlp`."""
+        assert (kept is not None) == self.keep_mlp
         if self.expert_dropout is not None:
             dropout = self.expert_dropout
         experts = Experts(
             dim,
-            hidden_dim,
+            self.hidden_dim(mlp_dim),
             self.num_experts,
             dropout=dropout,
             identical_init=self.identical_init,
             activation=activation,
         )
-        return MoE(self.router.build(dim), experts)
+        router = self.router.build(dim)
+        return MoE(router, experts) if kept is None else ExpertsBeside(kept, router, experts)
+
+    def hidden_dim(self, mlp_dim: int) -> int:
+        """Return the hidden width of the experts of a model whose MLPs have this one."""
+        return mlp_dim if self.expert_dim is None else self.expert_dim
 
     def moe_blocks(self, depth: int) -> tuple[int, ...]:
         blocks = tuple(range(depth - depth // 2, depth)) if self.blocks is None else tuple(self.blocks)

@@ -65,13 +65,17 @@ def make_encoder(config: ViTConfig | TextConfig) -> Encoder:
     """The blocks of a tower, with experts in the MLP's place where the settings say so."""
     c = config
 
-    def make_mlp(index: int) -> nn.Module:
-        if c.moe and index in c.moe_blocks:
-            return c.moe.make_layer(c.width, c.mlp_dim, c.dropout, c.activation)
+    def make_mlp() -> MLP:
         return MLP(c.width, c.mlp_dim, dropout=c.dropout, activation=c.activation)
 
+    def make_layer(index: int) -> nn.Module:
+        if c.moe and index in c.moe_blocks:
+            kept = make_mlp() if c.moe.keep_mlp else None
+            return c.moe.make_layer(c.width, c.mlp_dim, c.dropout, c.activation, kept=kept)
+        return make_mlp()
+
     options = {"qk_norm": c.qk_norm, "dropout": c.dropout, "attention_dropout": c.attention_dropout}
-    return Encoder(c.width, c.depth, c.heads, make_mlp, **options)
+    return Encoder(c.width, c.depth, c.heads, make_layer, **options)
 
 
 def make_pool(config: ViTConfig | TextConfig) -> nn.Module:

@@ -1,5 +1,6 @@
 """The layer: tokens in, tokens out. One device, torch only."""
 
+from softmoe.moe.beside import ExpertsBeside
 from softmoe.moe.experts import Experts
 from softmoe.moe.fixed import (
     IdentityConfig,
@@ -26,6 +27,7 @@ from softmoe.moe.sparse import (
 __all__ = [
     "DenseRouting",
     "Experts",
+    "ExpertsBeside",
     "ExpertsChoiceConfig",
     "ExpertsChoiceRouter",
     "IdentityConfig",

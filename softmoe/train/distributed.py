@@ -75,7 +75,9 @@ class Team:
             raise ValueError("optim.states is for one process: leave it at float32; parallel.shard saves memory there")
         parallel.check_groups(shape, images // config.accumulate)
         if shape.moe and shape.moe_blocks and self.mesh.sizes.expert > 1:
-            parallel.check_experts(shape.moe.num_experts, shape.width, shape.mlp_dim, self.mesh.sizes)
+            parallel.check_experts(
+                shape.moe.num_experts, shape.width, shape.moe.hidden_dim(shape.mlp_dim), self.mesh.sizes
+            )
 
     def spread(self, make: Callable[[], VisionTransformer | TwoTower]) -> VisionTransformer | TwoTower:
         """The model that `make` builds, over all processes; none of them ever holds the experts of all."""

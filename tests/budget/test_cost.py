@@ -60,6 +60,8 @@ def configs(draw: st.DrawFn, routers: tuple[str | None, ...] = (None, *ROUTERS))
         top_k=draw(st.integers(1, 2)),
         capacity_factor=draw(st.sampled_from([0.5, 1.0, 1.5])),
         group_size=draw(st.sampled_from([None, config.tokens, BATCH * config.tokens])),
+        expert_dim=draw(st.sampled_from([None, 2])),
+        keep_mlp=draw(st.booleans()),
     )
     return replace(config, moe=moe)
 

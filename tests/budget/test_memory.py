@@ -22,6 +22,7 @@ CASES = {
     "soft with dropout": replace(BASE, dropout=0.1, moe=MoEConfig.of("soft", 8, slots_per_expert=6)),
     "long groups": replace(BASE, moe=MoEConfig.of("tokens_choice", 8, top_k=2, group_size=96)),
     "one moe": replace(BASE, moe=MoEConfig.of("soft", 8, slots_per_expert=6, blocks=(0,))),
+    "beside": replace(BASE, moe=MoEConfig.of("soft", 8, slots_per_expert=6, expert_dim=16, keep_mlp=True)),
     **{router: replace(BASE, moe=moe_of(router, 8, slots_per_expert=6)) for router in ROUTERS},
 }
 

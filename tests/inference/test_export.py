@@ -33,10 +33,10 @@ def model(tmp_path):
     return tmp_path / "model", made
 
 
-@pytest.mark.parametrize("name", ["soft_ti8_4e2p", "tokens_choice_ti8_4e", "vit_ti8"])
+@pytest.mark.parametrize("name", ["soft_ti8_4e2p", "tokens_choice_ti8_4e", "vit_ti8", "beside"])
 def test_torch_export(name, tmp_path):
-    """Soft, dense, and a sparse router: the file gives the model's outputs at batch sizes it was not made with."""
-    model = tiny(name)
+    """Soft, dense, sparse, and experts beside the MLP: the file gives the model's outputs at any batch size."""
+    model = tiny("soft_ti8_4e", expert_dim=3, keep_mlp=True) if name == "beside" else tiny(name)
     made = export(model, tmp_path / "m.pt2", "torch-export", preprocessing=HERE, classes=NAMES)
     assert max(made.differences.values()) < 1e-5
     program = torch.export.load(made.path).module()

@@ -56,6 +56,17 @@ def test_every_router(router, weights):
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.usefixtures("_both")
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_experts_beside_an_mlp(weights):
+    """A model whose MLPs are kept beside narrow experts: the same outputs, also while the experts give zero."""
+    fresh = tiny("soft_ti8_4e", mlp_dim=80, expert_dim=12, keep_mlp=True).eval()
+    images = torch.randn(3, 3, 32, 32)
+    for model in (fresh, changed(copy.deepcopy(fresh))):
+        with torch.no_grad():
+            assert distance(prepare(model, weights)(images), model(images)) < TOLERANCE[weights]
+
+
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_layer_shapes_and_masks(weights):
     """The layer alone takes tokens with a mask, vectors and feature maps, as before."""
