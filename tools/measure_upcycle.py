@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from softmoe.data import Batch, Transform, evaluation_batches
-from softmoe.evaluate.inputs import Loaded, load, match_classes, open_data, random_subset
+from softmoe.data import Batch, Transform, evaluation_batches, open_source
+from softmoe.evaluate.inputs import Loaded, load, match_classes, random_subset
 from softmoe.transfer import upcycle
 from softmoe.transfer.upcycle import INITS
 
 
 def read(loaded: Loaded, data: str, split: str, count: int) -> Batch:
-    source, _ = match_classes(open_data(data, split), loaded.saved.classes, loaded.model.config.num_classes or 0)
+    source, _ = match_classes(open_source(data, split), loaded.saved.classes, loaded.model.config.num_classes or 0)
     some = random_subset(source, count, seed=1)
     transform: Transform = loaded.transform
     return next(iter(evaluation_batches(some, transform, len(some))))

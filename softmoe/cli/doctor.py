@@ -88,14 +88,14 @@ def model_verdicts(a: Arguments, run: "RunRecord | None") -> "list[Verdict]":
 
 
 def images_of(a: Arguments, run: "RunRecord | None") -> "Source | None":
-    from softmoe.evaluate import open_data
+    from softmoe.data import open_source
     from softmoe.evaluate.inputs import random_subset
 
     name, split = a.data, a.split or "val"
     if name is None and run is not None:
         d = run.config.data
         name, split = d.val or d.train, a.split or d.val_split
-    return None if name is None else random_subset(open_data(name, split), a.images)
+    return None if name is None else random_subset(open_source(name, split), a.images)
 
 
 def batches_of(a: Arguments, source: "Source", loaded: "Loaded"):

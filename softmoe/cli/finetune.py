@@ -1,7 +1,6 @@
 """`softmoe finetune MODEL DATA --image-size 384`: the recipe `finetune` for a model of one's own."""
 
 from dataclasses import replace
-from pathlib import Path
 
 from softmoe import recipes
 from softmoe.cli.parse import parse_run, parse_size
@@ -30,6 +29,5 @@ def main(argv: list[str]) -> int:
 def parse(model: str, data: str, argv: list[str]) -> tuple[TrainConfig, bool]:
     size, rest = take(argv, "--image-size")
     default = transfer_config(recipes.load("finetune"), model, image_size=parse_size(size) if size else None)
-    source = f"folder:{data}" if Path(data).expanduser().exists() else data
-    default = replace(default, data=replace(default.data, train=source))
+    default = replace(default, data=replace(default.data, train=data))
     return parse_run(default, rest, "softmoe finetune MODEL DATA")

@@ -59,12 +59,13 @@ def main(argv: list[str]) -> int:
 
 
 def look(a: Arguments, name: str) -> "Inspection":
-    from softmoe.evaluate import load, open_data
+    from softmoe.data import open_source
+    from softmoe.evaluate import load
     from softmoe.evaluate.inputs import random_subset
     from softmoe.inspection.inspect import inspect_source
 
     loaded = load(name, device=a.device, image_size=a.image_size)
-    source = random_subset(open_data(a.data, a.split), a.examples)
+    source = random_subset(open_source(a.data, a.split), a.examples)
     classes = loaded.saved.classes or (source.classes if len(source.classes) == loaded.model.config.num_classes else ())
     return inspect_source(
         loaded.model,

@@ -3,11 +3,13 @@
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
 import tyro
+
+from softmoe.cli.habits import translate
 
 if TYPE_CHECKING:
     from softmoe.train import TrainConfig
@@ -87,15 +89,19 @@ def percent_on_terminal(what: str) -> Callable[[int, int], None] | None:
     return show
 
 
-def parse_run(default: "TrainConfig", argv: list[str], prog: str) -> "tuple[TrainConfig, bool]":
+def parse_run(default: "TrainConfig", argv: list[str], prog: str, *, new: bool = True) -> "tuple[TrainConfig, bool]":
     """Return the settings of a run with what the command line changes, and whether it is a dry run.
 
     The options of all routers stand among the settings of the model (--model.top-k), as the routers' configs declare
-    and describe them. With another router the recipe's options that it does not have are left out.
+    and describe them. With another router the recipe's options that it does not have are left out. A `new` run is made
+    to fit: --epochs becomes steps, and what was not given follows the number of steps; what changed is said.
     """
     from softmoe.models.config import router_options
     from softmoe.moe.routing import ROUTERS
+    from softmoe.storage.files import flatten
     from softmoe.train import ModelSection, TrainConfig
+    from softmoe.train.fit import fit, steps_of
+    from softmoe.train.folder import free_name
 
     types = {name: hint for name, hint in router_options().items() if name != "num_experts"}
     leaves = [
@@ -107,8 +113,16 @@ def parse_run(default: "TrainConfig", argv: list[str], prog: str) -> "tuple[Trai
     config = make_dataclass("Config", [("model", section)], bases=(TrainConfig,), frozen=True, kw_only=True)
     whole = Annotated[config, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
     dry = Annotated[bool, tyro.conf.arg(help="Print the settings, the cost and the memory needed, and stop.")]
-    arguments = make_dataclass("Arguments", [("config", whole), ("dry_run", dry, False)], frozen=True)
+    passes = Annotated[float | None, tyro.conf.arg(help="How often each training image is seen, instead of steps.")]
+    arguments = make_dataclass(
+        "Arguments", [("config", whole), ("epochs", passes, None), ("dry_run", dry, False)], frozen=True
+    )
 
+    values = flatten(TrainConfig().to_dict())
+    hints = types | get_type_hints(ModelSection)
+    switches = {key for key, value in values.items() if isinstance(value, bool)}
+    switches |= {f"model.{name}" for name, hint in hints.items() if bool in (hint, *get_args(hint))}
+    argv, given = translate(argv, [*values, *(f"model.{name}" for name in types), "epochs"], switches)
     model = default.model
     start = config(**vars(default) | {"model": section(**vars(model) | {"options": {}} | model.options)})
     found: Any = tyro.cli(
@@ -119,8 +133,19 @@ def parse_run(default: "TrainConfig", argv: list[str], prog: str) -> "tuple[Trai
         description="",
         config=(tyro.conf.FlagCreatePairsOff,),
     )
-    given = {name: value for name in types if (value := getattr(found.config.model, name)) != model.options.get(name)}
+    settings = {
+        name: value for name in types if (value := getattr(found.config.model, name)) != model.options.get(name)
+    }
     own = {f.name: getattr(found.config.model, f.name) for f in fields(ModelSection) if f.name != "options"}
     values = {f.name: getattr(found.config, f.name) for f in fields(TrainConfig)}
-    values["model"] = model.change(**own, **given)
-    return TrainConfig(**values), found.dry_run
+    values["model"] = model.change(**own, **settings)
+    made = TrainConfig(**values)
+    if found.epochs is not None:
+        made = replace(made, steps=steps_of(found.epochs, made))
+    if not new:
+        return made, found.dry_run
+    made, fitted = fit(made, default, given)
+    made, placed = free_name(made, default, named="run_name" in given)
+    for sentence in filter(None, (fitted, placed)):
+        print(f"softmoe: {sentence}", file=sys.stderr)
+    return made, found.dry_run

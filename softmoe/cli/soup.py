@@ -45,14 +45,14 @@ def main(argv: list[str]) -> int:
 
 def accuracy(a: Arguments):
     """Top-1 on the data, prepared as the first model says."""
-    from softmoe.data import evaluation_batches
+    from softmoe.data import evaluation_batches, open_source
     from softmoe.evaluate.classify import classification
-    from softmoe.evaluate.inputs import evaluation_transform, match_classes, open_data, random_subset
+    from softmoe.evaluate.inputs import evaluation_transform, match_classes, random_subset
     from softmoe.storage import open_saved
 
     assert a.data is not None
     first = open_saved(a.models[0])
-    source = random_subset(open_data(a.data, a.split), a.examples)
+    source = random_subset(open_source(a.data, a.split), a.examples)
     source, _ = match_classes(source, first.classes, first.config.num_classes or 0)
     transform = evaluation_transform(first.preprocessing)
     return lambda model: classification(model, evaluation_batches(source, transform, a.batch_size))["top1"]

@@ -49,8 +49,8 @@ def main(argv: list[str]) -> int:
     from softmoe.studies.lab import make_lab
 
     check(a)
-    transfer = source(a.transfer)
-    lab, store = make_lab(a.scale, source(a.data), a.seeds, transfer, a.steps, a.recipe), Store(a.out, transfer)
+    lab = make_lab(a.scale, a.data, a.seeds, a.transfer, a.steps, a.recipe)
+    store = Store(a.out, a.transfer)
     failed = False
     for study in studies:
         if a.dry_run:
@@ -71,11 +71,6 @@ def check(a: Arguments) -> None:
     for name, value in (("--seeds", a.seeds), ("--jobs", a.jobs), ("--steps", a.steps)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-
-
-def source(text: str | None) -> str | None:
-    """A plain path of a folder means folder:PATH."""
-    return f"folder:{text}" if text is not None and Path(text).expanduser().exists() else text
 
 
 def about(name: str) -> str:

@@ -47,6 +47,8 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE.format(names=", ".join(recipes.names())))
         return 0 if argv else 2
+    if argv[0] == "--config" and len(argv) > 1:
+        argv = argv[1:]
     return drive(*parse(argv[0], argv[1:]))
 
 
@@ -72,13 +74,15 @@ def parse(recipe: str, argv: list[str]) -> tuple[TrainConfig, bool]:
         wanted = tyro.cli(BranchArguments, args=argv, prog=prog)
         make = plan_branch if wanted.dry_run else branch
         return make(recipe, wanted.cooldown, wanted.run_name, wanted.runs), wanted.dry_run
-    default = stored_run(Path(recipe)) if Path(recipe).is_dir() else recipes.load(recipe)
+    stored = Path(recipe).parent if Path(recipe).name == "config.json" else Path(recipe)
+    begun = stored.is_dir() and (recipe not in recipes.names() or (stored / "config.json").is_file())
+    default = stored_run(stored) if begun else recipes.load(recipe)
     image, rest = take(argv, "--image")
     if image is not None:
         default = locked_config(default, image)
     elif default.model.locked and default.model.weights is None and not {"-h", "--help"} & set(rest):
         raise ValueError(f"give the trained model whose images get texts: softmoe train {recipe} --image MODEL")
-    return parse_run(default, rest, prog)
+    return parse_run(default, rest, prog, new=not begun)
 
 
 def train_locked(config: TrainConfig) -> Result:

@@ -104,11 +104,11 @@ def saved_facts(dense: str) -> dict[str, Any]:
 
 
 def read_images(a: Arguments, preprocessing: Any, size: tuple[int, int]) -> Any:
-    from softmoe.data import evaluation_batches
-    from softmoe.evaluate.inputs import evaluation_transform, open_data, random_subset
+    from softmoe.data import evaluation_batches, open_source
+    from softmoe.evaluate.inputs import evaluation_transform, random_subset
     from softmoe.storage import Preprocessing
 
     assert a.data is not None
-    source = random_subset(open_data(a.data, a.split), 2 * a.images, a.seed)
+    source = random_subset(open_source(a.data, a.split), 2 * a.images, a.seed)
     transform = evaluation_transform(preprocessing or Preprocessing(size))
     return next(iter(evaluation_batches(source, transform, len(source)))).images

@@ -4,11 +4,17 @@ folder:PATH    PATH/train/<class>/*.jpg, PATH/val/<class>/*.jpg, optional PATH/c
                or a tar or tar.gz of that. The folder names of `train`, sorted, are the labels of every split
 pairs:PATH     PATH/train/**/photo.jpg and photo.txt, one caption a line. An image without a .txt has no captions;
                bytes that are not UTF-8 are replaced, not refused
+
+Without train/ and val/ (PATH/<class>/*.jpg) a tenth of each class is kept for validation, chosen by the names of the
+files, so always the same; `?val=0.2` is another share, and the split `all` is everything. Where there is train/ and no
+val/, `?val=0.1` takes it from train/. PATH/val as the path is all of that one split.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,6 +27,10 @@ from softmoe.data.source import Example, MinSide, Source, fingerprint, speakable
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")
 _TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
+_SPLITS = ("train", "val", "valid", "validation", "test")
+_HELD_OUT = 0.1  # of a folder without splits
+_logger = logging.getLogger("softmoe.data")
+_told: set[str] = set()
 
 
 class FolderSource(Source):
@@ -29,7 +39,8 @@ class FolderSource(Source):
     multi_label = False
 
     def __init__(self, root: Path, split: str, classes: list[str], titles: dict[str, str], found: dict[str, list]):
-        """`found`: class -> [(name within the split, offset, size)]; `root` is a folder, or a tar read by offset."""
+        """`found`: class -> [(name within the split, offset, size)]; `root` is a folder, or a tar read by offset. An
+        empty `split` is a folder that has classes and no splits."""
         ids = {name: i for i, name in enumerate(classes)}
         rows = [(ids[c], f"{c}/{name}", offset, size) for c in classes for name, offset, size in found.get(c, [])]
         self.classes = tuple(titles.get(c, c) for c in classes)
@@ -51,7 +62,7 @@ class FolderSource(Source):
         return len(self._labels)
 
     def read(self, index: int, min_side: MinSide = None) -> Example:
-        name = f"{self._split}/{self._names[index]}"
+        name = f"{self._split}/{self._names[index]}".lstrip("/")
         if self._tar is not None:
             data = read_member(self._tar, int(self._offsets[index]), int(self._sizes[index]), name)
         else:
@@ -59,7 +70,7 @@ class FolderSource(Source):
         return Example(decode(data, name, min_side), (int(self._labels[index]),), name=name)
 
 
-def open_folder(path: str, split: str) -> FolderSource:
+def open_folder(path: str, split: str, *, val: str | None = None) -> FolderSource:
     root = Path(path).expanduser()
     if not root.exists():
         raise ValueError(f"The data folder {root} does not exist; folder:PATH needs PATH/{split}/<class>/<image>.")
@@ -68,37 +79,103 @@ def open_folder(path: str, split: str) -> FolderSource:
             raise ValueError(f"folder: needs a folder, a .tar or a .tar.gz, but {root} is neither.")
         tree, titles, stored = _scan_tar(unpacked(root))
     else:
-        stored = root
-        tree = {s: _scan_split(root / s) for s in ("train", split) if (root / s).is_dir()}
-        titles = _read_titles(root)
-    found = _checked_split(root, tree, split)
-    classes = list(speakable(sorted(tree.get("train", found)), str(root)))
+        here = {s for s in (*_SPLITS, split) if (root / s).is_dir()}
+        if not here and root.name in _SPLITS and val is None:
+            return open_folder(str(root.parent), root.name)
+        tree = {s: _scan_split(root / s) for s in ("train", split) if s in here} or ({} if here else _unsplit(root))
+        titles, stored = _read_titles(root), root
+    part = split
+    if len(tree) == 1 and not tree.keys() & {*_SPLITS, split}:
+        ((part, whole),) = tree.items()
+        share = _HELD_OUT if val is None else _share(val)
+        tree = {part: _checked_split(root, {part: whole}, part)}
+        found = _held_out(whole, split, share, root)
+        _say_once(root, found, whole, split, share)
+    elif val is not None and split in ("train", "val"):
+        if "train" not in tree or (root / "val").is_dir() or (root.is_file() and "val" in tree):
+            raise ValueError(
+                f"The option val takes images from train/, but {root} has val/ or no train/: leave it out."
+            )
+        found = _held_out(_checked_split(root, tree, "train"), split, _share(val), root)
+        part = "train"
+    else:
+        found = _checked_split(root, tree, split)
+    classes = list(speakable(sorted(tree.get("train", tree.get(part, found))), str(root)))
     strangers = sorted(set(found) - set(classes))
     if strangers:
         raise ValueError(
             f"{root}/{split} has the class {strangers[0]!r} ({len(strangers)} such), not in {root}/train; "
             "every class to be scored must be one that is trained."
         )
-    return FolderSource(stored, split, classes, titles, found)
+    return FolderSource(stored, part, classes, titles, found)
+
+
+def _unsplit(root: Path) -> dict[str, dict[str, list]]:
+    """Return the classes of a folder that has no splits, as the one split without a name."""
+    classes = _scan_split(root)
+    if not classes and any(map(_is_image, os.listdir(root))):
+        raise ValueError(f"{root} holds images but no class folders; put them at {root.name}/<class>/<image>.")
+    return {"": classes} if classes else {}
+
+
+def _held_out(whole: dict[str, list], split: str, share: float, root: Path) -> dict[str, list]:
+    """Return the training or the validation part of each class."""
+    if split == "all":
+        return whole
+    if split not in ("train", "val"):
+        raise ValueError(f"{root} has no folder {split!r} and no splits: it has train, val and all.")
+    parts = {name: _split_names(files, share) for name, files in whole.items()}
+    return {name: held if split == "val" else rest for name, (held, rest) in parts.items()}
+
+
+def _split_names(files: list, share: float) -> tuple[list, list]:
+    """Return (kept, rest), chosen by a hash of the name: the same on every machine, and stable when files are added."""
+    count = min(len(files) - 1, max(1, round(len(files) * share))) if share else 0
+    chosen = set(sorted(range(len(files)), key=lambda i: hashlib.blake2b(files[i][0].encode()).digest())[:count])
+    return [f for i, f in enumerate(files) if i in chosen], [f for i, f in enumerate(files) if i not in chosen]
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0.0 <= share < 1.0:
+        raise ValueError(f"The option val is a share of the images from 0 to 1, like 0.1, not {text!r}.")
+    return share
+
+
+def _say_once(root: Path, found: dict[str, list], whole: dict[str, list], split: str, share: float) -> None:
+    if str(root) in _told or split == "all" or not share:
+        return
+    _told.add(str(root))
+    total, here = (sum(map(len, part.values())) for part in (whole, found))
+    held = here if split == "val" else total - here
+    _logger.warning(
+        "%s has no train/ and val/: %d of its %d images are kept for validation, always the same %.3g %% of each class "
+        "(%s?val=0.2 keeps another share)",
+        *(root, held, total, 100 * share, root),
+    )
 
 
 def _checked_split(root: Path, tree: dict[str, dict[str, list]], split: str) -> dict[str, list]:
     if split not in tree:
-        there = sorted(tree) or sorted(p.name for p in root.iterdir() if p.is_dir()) if root.is_dir() else sorted(tree)
-        raise ValueError(
-            f"{root} has no folder {split!r} (it has {', '.join(there[:8]) or 'no folders'}); "
-            f"folder:PATH needs PATH/{split}/<class>/<image>."
-        )
+        there = sorted(p.name for p in root.iterdir() if p.is_dir()) if root.is_dir() else sorted(tree)
+        other = next((name for name in there if name in _SPLITS and name != "train"), None)
+        hint = f"folder:PATH needs PATH/{split}/<class>/<image>."
+        if split == "val" and "train" in there:
+            hint = f"take it from train/ with {root}?val=0.1" + (f", or name the split {other}." if other else ".")
+        raise ValueError(f"{root} has no folder {split!r} (it has {', '.join(there[:8]) or 'no folders'}); {hint}")
     found = tree[split]
     empty = sorted(c for c, files in found.items() if not files)
     if not found or len(empty) == len(found):
         raise ValueError(
-            f"{root}/{split} holds no images in class folders; put them at {split}/<class>/<image>, "
+            f"{root / split} holds no images in class folders; put them at {(Path(split) / '<class>/<image>')}, "
             f"with one of the endings {' '.join(IMAGE_SUFFIXES)}."
         )
     if empty:
         raise ValueError(
-            f"The class folder {root}/{split}/{empty[0]} holds no images ({len(empty)} such); add images or remove it."
+            f"The class folder {root / split / empty[0]} holds no images ({len(empty)} such); add images or remove it."
         )
     return found
 
@@ -188,11 +265,19 @@ class PairsSource(Source):
         return self._root / self._names[index]
 
 
-def open_pairs(path: str, split: str) -> PairsSource:
-    root = Path(path).expanduser() / split
-    if not root.is_dir():
+def open_pairs(path: str, split: str, *, val: str | None = None) -> PairsSource:
+    above = Path(path).expanduser()
+    root = above / split
+    whole = above.is_dir() and not any((above / s).is_dir() for s in (*_SPLITS, split))
+    if not root.is_dir() and not whole:
         raise ValueError(f"there is no folder {root}; pairs:PATH needs PATH/{split}/photo.jpg and photo.txt beside it.")
+    root = above if whole else root
     names = sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
     if not names:
         raise ValueError(f"{root} holds no images with one of the endings {' '.join(IMAGE_SUFFIXES)}.")
+    if whole and above.name not in _SPLITS:
+        share, every = _HELD_OUT if val is None else _share(val), {"": [(name,) for name in names]}
+        found = _held_out(every, split, share, root)
+        _say_once(root, found, every, split, share)
+        names = [name for (name,) in found[""]]
     return PairsSource(root, names)

@@ -2,7 +2,8 @@
 
     shapes?size=48&classes=upstream      our own generator, nothing to download
     characters?classes=1000              thousands of classes drawn from fonts, nothing to download (extra: plots)
-    folder:PATH                          PATH/train/<class>/*, PATH/val/<class>/*, or a tar or tar.gz of that
+    folder:PATH, or just PATH            PATH/train/<class>/*, PATH/val/<class>/*, or a tar or tar.gz of that
+    PATH?val=0.1                         PATH/<class>/*, of which a tenth is kept for validation
     wds:PATH/{split}-{000..010}.tar      WebDataset shards
     pairs:PATH                           PATH/train/photo.jpg with its captions in photo.txt
     hf:PATH_OR_NAME                      a Hugging Face data set            (extra: hf)
@@ -21,6 +22,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -96,9 +98,15 @@ def open_source(uri: str, split: str) -> Source:
 
 
 def parse_uri(uri: str) -> tuple[str, str, dict[str, str]]:
-    """scheme, path and options of a source string; ValueError where it is not one."""
+    """scheme, path and options of a source string; ValueError where it is not one. A path that exists means folder:"""
     address, _, query = uri.partition("?")
     scheme, _, path = address.partition(":")
+    if scheme not in _SCHEMES and Path(address).expanduser().exists():
+        scheme, path = "folder", address
+    elif scheme not in _SCHEMES and not path and ("/" in address or "\\" in address):
+        raise ValueError(
+            f"There is no folder {address}; a data source is a folder of images, or shapes, wds:PATTERN..."
+        )
     if scheme not in _SCHEMES:
         known = ", ".join(s if s in _WITHOUT_PATH else s + ":" for s in _SCHEMES)
         raise ValueError(f"Unknown data source {uri!r}: it starts with one of {known}.{_nearest(scheme, _SCHEMES)}")

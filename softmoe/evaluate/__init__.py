@@ -5,7 +5,7 @@ from softmoe.evaluate.api import Evaluate, FewShot, Predict, evaluate, fewshot, 
 from softmoe.evaluate.classify import Prediction, Unreadable, classification, count
 from softmoe.evaluate.features import Features, extract
 from softmoe.evaluate.fewshot import FewShotResult, few_shot
-from softmoe.evaluate.inputs import Loaded, evaluation_transform, find_images, load, open_data
+from softmoe.evaluate.inputs import Loaded, evaluation_transform, find_images, load
 from softmoe.evaluate.search import Search, search
 from softmoe.evaluate.towers import Retrieve, Towers, ZeroShot, load_towers, retrieve, zeroshot
 from softmoe.models.classification import Totals
@@ -34,7 +34,6 @@ __all__ = [
     "find_images",
     "load",
     "load_towers",
-    "open_data",
     "predict",
     "retrieve",
     "search",

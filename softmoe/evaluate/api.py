@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from softmoe.data import Batch, Source, evaluation_batches
+from softmoe.data import Batch, Source, evaluation_batches, open_source
 from softmoe.evaluate.classify import Beside, Prediction, Predictor, Unreadable, count, outputs_of
 from softmoe.evaluate.features import Features, Progress, extract
 from softmoe.evaluate.fewshot import SHOTS, Protocol, few_shot
@@ -19,7 +19,6 @@ from softmoe.evaluate.inputs import (
     find_images,
     load,
     match_classes,
-    open_data,
     random_subset,
     read_labels,
 )
@@ -102,7 +101,7 @@ class Evaluate(OverImages):
         loaded = load(self.model, device=self.device, image_size=self.image_size, weights=self.weights)
         judged = Beside(loaded.model, load(self.model, device=self.device).model) if self.agreement else loaded.model
         outputs = outputs_of(loaded.model)
-        source = random_subset(open_data(self.data, self.split), self.examples)
+        source = random_subset(open_source(self.data, self.split), self.examples)
         if self.labels is None:
             matched, how = match_classes(source, loaded.saved.classes, outputs)
         else:
@@ -183,7 +182,7 @@ class FewShot(OverFeatures):
     def part(self, name: str, part: str) -> Source:
         """Open the training or the test images of a source."""
         split, examples = getattr(self, f"{part}_split"), getattr(self, f"{part}_examples")
-        return random_subset(open_data(name, split), examples)
+        return random_subset(open_source(name, split), examples)
 
 
 @dataclass(frozen=True)

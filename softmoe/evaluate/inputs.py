@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from softmoe.data import Example, Source, Transform, TransformConfig, captions_of, open_source
+from softmoe.data import Example, Source, Transform, TransformConfig, captions_of
 from softmoe.data.decode import decode, read_image_file
 from softmoe.data.folder import IMAGE_SUFFIXES
 from softmoe.data.source import MinSide, fingerprint
@@ -81,12 +81,6 @@ def preprocessing_at(saved: SavedModel, image_size: int | tuple[int, int] | None
 def evaluation_transform(p: Preprocessing) -> Transform:
     config = TransformConfig(image_size=p.image_size, crop=p.crop, central_ratio=p.central_ratio, antialias=p.antialias)
     return Transform(config, train=False)
-
-
-def open_data(text: str, split: str) -> Source:
-    """A source as `softmoe train` names it; a plain path of a folder or tar means folder:PATH."""
-    path = Path(text).expanduser()
-    return open_source(f"folder:{text}" if path.exists() else text, split)
 
 
 class Subset(Source):

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from softmoe.data import Captioned, Source, Tokenizer, Transform, captions_of
+from softmoe.data import Captioned, Source, Tokenizer, Transform, captions_of, open_source
 from softmoe.evaluate.api import OverFeatures, function
 from softmoe.evaluate.features import Features, Progress, extract
-from softmoe.evaluate.inputs import evaluation_transform, open_data, open_model, preprocessing_at, random_subset
+from softmoe.evaluate.inputs import evaluation_transform, open_model, preprocessing_at, random_subset
 from softmoe.machine import choose_device
 from softmoe.models import TwoTower
 from softmoe.models.two_tower import unit
@@ -111,7 +111,7 @@ class Retrieve(OverFeatures):
 
     def run(self, progress: Progress | None = None) -> dict[str, Any]:
         """Recalls with all captions of every image. Images without a caption are left out."""
-        source = Captioned(random_subset(open_data(self.data, self.split), self.examples), self.data)
+        source = Captioned(random_subset(open_source(self.data, self.split), self.examples), self.data)
         towers = load_towers(self.model, device=self.device, image_size=self.image_size)
         image_nE, features = towers.embed_images(source, **self.feature_options(progress))
         texts, owners = [], []
@@ -201,7 +201,7 @@ class ZeroShot(OverFeatures):
 
     def run(self, progress: Progress | None = None) -> dict[str, Any]:
         """Top-1 and top-5, the chance of a guess, and what was measured."""
-        source = random_subset(open_data(self.data, self.split), self.examples)
+        source = random_subset(open_source(self.data, self.split), self.examples)
         if not source.classes:
             raise ValueError("this data has no classes, so nothing can be right or wrong; try `softmoe retrieve`")
         names = class_names(source, self.classes)

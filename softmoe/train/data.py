@@ -40,6 +40,23 @@ Extract = Callable[[VisionTransformer, Source, Transform], Any]
 """Features of all images of a source, with `.vectors` (n, D) and `.indices` (n,): softmoe.evaluate.extract."""
 
 
+def open_sources(config: TrainConfig) -> tuple[Source, Source]:
+    """Return the training and the validation images of a run. ValueError if they are not of the same classes, or are
+    the same images."""
+    d = config.data
+    train, val = open_source(d.train, d.train_split), open_source(d.val or d.train, d.val_split)
+    if tuple(train.classes) != tuple(val.classes):
+        raise ValueError(
+            f"training and validation data have different classes: {len(train.classes)} in {d.train}, "
+            f"{len(val.classes)} in {d.val or d.train}"
+        )
+    if d.val is None and d.train_split != d.val_split and train.fingerprint == val.fingerprint:
+        raise ValueError(
+            f"{d.train} gives the same images for training and validation: name the folder above it, or set data.val"
+        )
+    return train, val
+
+
 @dataclass(frozen=True)
 class Data:
     """The training stream and the validation set of a run."""
@@ -59,13 +76,7 @@ class Data:
     @classmethod
     def open(cls, config: TrainConfig, world: int = 1, rank: int = 0, captions: bool = True) -> "Data":
         d = config.data
-        train = open_source(d.train, d.train_split)
-        val = open_source(d.val or d.train, d.val_split)
-        if tuple(train.classes) != tuple(val.classes):
-            raise ValueError(
-                f"training and validation data have different classes: {len(train.classes)} in {d.train}, "
-                f"{len(val.classes)} in {d.val or d.train}"
-            )
+        train, val = open_sources(config)
         if config.text.size is not None:
             train, val = Captioned(train, d.train), Captioned(val, d.val or d.train)
         loader = Loader(

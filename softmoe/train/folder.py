@@ -5,9 +5,11 @@ A run continues only under the settings it was begun with. Free to change are th
 rate already used stays what it was.
 """
 
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from softmoe.storage import (
     open_saved,
     save_pretrained,
 )
+from softmoe.storage.checkpoint import STEP_NAME
 from softmoe.storage.files import flatten, read_json, write_json
 from softmoe.storage.saved import parse_architecture, split_architecture, tokenizer_of_run
 from softmoe.train.config import TrainConfig
@@ -42,6 +45,7 @@ FREE = (
     "parallel.",
 )
 FUTURE = ("steps", "schedule.")
+LISTED = 8  # differences shown
 
 
 class RunFolder:
@@ -106,6 +110,46 @@ def differences(old: TrainConfig, new: TrainConfig, done: int) -> list[str]:
     if future and same_past(old, new, done):
         changed = [key for key in changed if key not in future]
     return [f"{key}: {before.get(key)} -> {after.get(key)}" for key in changed]
+
+
+def free_name(config: TrainConfig, recipe: TrainConfig, *, named: bool) -> tuple[TrainConfig, str]:
+    """Return the settings with a run_name whose folder is free or holds this very run, and a sentence if it is another.
+
+    A second run of a recipe gets a number: finetune_2. A name that the user chose (`named`) is kept; if another run has
+    it the ValueError lists what differs by the user's own doing, `recipe` being the settings without it.
+    """
+    first: list[str] = []
+    for number in itertools.count(1):
+        name = config.run_name if number == 1 else f"{config.run_name}_{number}"
+        changed = other_run(replace(config, run_name=name))
+        if not changed:
+            break
+        first = first or changed
+        if named:
+            break
+    else:
+        raise AssertionError("there is always another number")
+    if not first:
+        return config, ""
+    base, mine = flatten(recipe.to_dict()), flatten(config.to_dict())
+    chosen = [line for line in first if base.get(key := line.split(": ")[0]) != mine.get(key)] or first
+    shown = chosen[:LISTED]
+    more = f"\n  and {len(first) - len(shown)} more" if len(first) > len(shown) else ""
+    holds = f"{RunFolder.of(config).path} holds a run of another configuration:\n  " + "\n  ".join(shown) + more
+    if named:
+        raise ValueError(f"{holds}\nuse another --run-name, or remove the folder to start again")
+    made = replace(config, run_name=name)
+    return made, f"{holds}\nthis run is {RunFolder.of(made).path}; --run-name chooses a name"
+
+
+def other_run(config: TrainConfig) -> list[str]:
+    """Return how the run that is in the folder of these settings differs from them; empty if it may continue."""
+    folder = RunFolder.of(config)
+    stored = folder.stored()
+    if stored is None:
+        return []
+    steps = [int(found[1]) for path in folder.checkpoints.glob("*") if (found := STEP_NAME.fullmatch(path.name))]
+    return differences(stored[0], config, max(steps, default=0))
 
 
 def matches(key: str, rule: str) -> bool:

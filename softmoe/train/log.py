@@ -158,8 +158,9 @@ class Progress:
         self._next = 0.0
         self._shown = 0
 
-    def due(self) -> bool:
-        return not self.quiet and time.monotonic() >= self._next
+    def due(self, *, tenth: bool = False) -> bool:
+        """Whether it is time for a line. In a log file each tenth of a run has one, however short the run."""
+        return not self.quiet and (time.monotonic() >= self._next or (tenth and not self.live))
 
     def show(self, line: str) -> None:
         self._next = time.monotonic() + (0.25 if self.live else self.seconds)
@@ -189,6 +190,9 @@ class Progress:
 def progress_line(
     step: int, steps: int, loss: float, rate: float, images_per_second: float, peak_share: float | None, left: float
 ) -> str:
+    """Return the line in words. Before the second step the speed is not known, and not a number."""
+    if math.isnan(images_per_second):
+        return f"step {step:>{len(str(steps))}}/{steps} | loss {loss:.4f} | lr {rate:.2e}"
     share = "" if peak_share is None else f" | {peak_share:.0%} of peak"
     speed = f"{images_per_second:,.0f}" if images_per_second >= 100 else f"{images_per_second:.1f}"
     return (
@@ -214,19 +218,29 @@ def in_notebook() -> bool:
 
 
 class Clock:
-    """Steps per second of this process, evaluations and saves left out."""
+    """Steps per second of this process; the first step, which waits for workers and compilers, evaluations and saves
+    are left out."""
 
-    def __init__(self, step: int):
-        self.step, self.time = step, time.perf_counter()
-        self.speed = math.nan
+    def __init__(self):
+        self.step: int | None = None
+        self.time = self.speed = math.nan
+        self.estimated = False
+        """Whether the time that is left was told."""
 
     def steps_per_second(self, step: int) -> float:
-        """Mean since the last call that was at least half a second ago."""
+        """Mean since the last call that was at least half a second ago; not a number at the first step."""
         now = time.perf_counter()
+        if self.step is None or step == self.step:
+            return self.speed
         if now - self.time > 0.5 or math.isnan(self.speed):
             self.speed = (step - self.step) / max(now - self.time, 1e-9)
             self.step, self.time = step, now
         return self.speed
+
+    def begin(self, step: int) -> None:
+        """Count from now on, if this is the first step that was done."""
+        if self.step is None:
+            self.step, self.time = step, time.perf_counter()
 
     def skip(self, seconds: float) -> None:
         self.time += seconds

@@ -118,7 +118,7 @@ def run_steps(run: Run, stop: StopRequest) -> None:
     if done.step >= config.steps:
         return
     batches = run.data.loader.batches(done.step)
-    clock = Clock(done.step)
+    clock = Clock()
     while done.step < config.steps:
         start = time.perf_counter()
         batch, failure = next_batch(batches)
@@ -148,7 +148,7 @@ def after_step(run: Run, clock: Clock, loss: float, rate: float, *, log_now: boo
     """Stop a diverged run; log, evaluate and save, in this order, where it is time to."""
     config, done = run.config, run.done
     last = done.step == config.steps
-    if run.progress.due():
+    if run.progress.due(tenth=done.step % max(1, config.steps // 10) == 0):
         show_progress(run, clock, loss, rate)
     if done.bad_in_a_row:
         report_bad_step(run, loss)
@@ -160,6 +160,7 @@ def after_step(run: Run, clock: Clock, loss: float, rate: float, *, log_now: boo
     if last or done.step % config.checkpoint.every == 0 or (improved and config.checkpoint.keep_best):
         save(run)
     clock.skip(time.perf_counter() - begun)
+    clock.begin(done.step)
 
 
 def resume(run: Run) -> None:

@@ -1,23 +1,24 @@
 """A run in words, before it runs: settings, cost and memory."""
 
 from softmoe.budget import cost, memory, text_cost, training_flops
-from softmoe.data import open_source
 from softmoe.models import ViTConfig
 from softmoe.models.two_tower import features_dim
 from softmoe.storage.files import flatten
 from softmoe.train.config import TrainConfig
+from softmoe.train.data import open_sources
 
 
 def preview(config: TrainConfig) -> str:
     """What `train --dry-run` prints. ValueError for settings that cannot work."""
     config.check()
-    source = open_source(config.data.train, config.data.train_split)
+    source, held_out = open_sources(config)
     texts = config.text.size is not None
     shape = config.model.resolve(None if texts else len(source.classes) or None, config.data.transform.image_size)
     towers = config.text.resolve(shape, config.text.vocab_size) if texts else None
     price = cost(shape)
     images = config.steps * config.data.batch_size
     seen = f"{images:,} are seen, {images / len(source):.2f} epochs"
+    checked = min(len(held_out), config.evaluation.examples or len(held_out))
     gigaflops = f"{price.forward_flops / 1e9:.3f} GFLOPs forward and {price.train_flops / 1e9:.3f} GFLOPs training"
     lines = [f"  {price.params:,} parameters, {gigaflops} per image"]
     if towers is not None:
@@ -32,6 +33,7 @@ def preview(config: TrainConfig) -> str:
             *table((towers or shape).to_dict()),
             "data",
             f"  {len(source):,} training images of {len(source.classes)} classes; {seen}",
+            f"  {len(held_out):,} validation images, of which {checked:,} are evaluated",
             "cost",
             *lines,
             f"  {flops:.3e} FLOPs in all",

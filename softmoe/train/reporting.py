@@ -8,9 +8,11 @@ import torch
 from softmoe.storage.files import flatten, write_json
 from softmoe.train.evaluation import evaluate_share
 from softmoe.train.health import model_health
-from softmoe.train.log import Clock, peak_flops, progress_line
+from softmoe.train.log import Clock, duration, peak_flops, progress_line
 from softmoe.train.run import Run
 from softmoe.train.step import autocast
+
+LONG = 1800.0  # seconds; a run that takes longer says so as soon as it knows
 
 
 class Diverged(ValueError):
@@ -22,6 +24,13 @@ def show_progress(run: Run, clock: Clock, loss: float, rate: float) -> None:
     images_per_second = steps_per_second * run.config.data.batch_size
     share = images_per_second * run.flops_per_image / (run.team.world * peak_flops(run.device, run.autocast))
     left = (run.config.steps - run.done.step) / max(steps_per_second, 1e-9)
+    if not clock.estimated and math.isfinite(left):
+        clock.estimated = True
+        if left > LONG:
+            fewer = run.done.step + max(1, int(LONG * steps_per_second))
+            run.progress.report(
+                f"at this speed the run takes {duration(left)} more; --steps {fewer} ends in about {duration(LONG)}"
+            )
     run.progress.show(progress_line(run.done.step, run.config.steps, loss, rate, images_per_second, share, left))
 
 

@@ -17,7 +17,6 @@ from softmoe.evaluate.inputs import (
     find_images,
     load,
     match_classes,
-    open_data,
     random_subset,
 )
 from softmoe.models import create_model
@@ -69,10 +68,10 @@ def test_plain_paths_are_folders(tmp_path):
     for name in ("train/a/1.png", "val/a/2.png"):
         (tmp_path / name).parent.mkdir(parents=True)
         Image.new("RGB", (8, 8)).save(tmp_path / name)
-    assert len(open_data(str(tmp_path), "val")) == 1
-    assert len(open_data("shapes?length=7", "val")) == 7
-    with pytest.raises(ValueError, match="Unknown data source"):
-        open_data(str(tmp_path / "none"), "val")
+    assert len(open_source(str(tmp_path), "val")) == 1
+    assert len(open_source("shapes?length=7", "val")) == 7
+    with pytest.raises(ValueError, match="There is no folder"):
+        open_source(str(tmp_path / "none"), "val")
 
 
 def test_random_subset():

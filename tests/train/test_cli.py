@@ -79,7 +79,8 @@ def test_every_model_setting_is_settable(tmp_path: Path, capsys: pytest.CaptureF
         (["quickstrat"], "did you mean 'quickstart'?"),
         (["quickstart", "--data.train", "folder:/nowhere/at/all"], "/nowhere/at/all"),
         (["quickstart", "--model.name", "soft_s16"], "only models with experts end in their number"),
-        (["quickstart", "--steps", "5"], "warm-up and cooldown must fit in the run"),
+        (["quickstart", "--warmup", "90", "--steps", "5"], "warm-up and cooldown must fit in the run"),
+        (["quickstart", "--resume"], "softmoe train runs/NAME"),
         (["quickstart", "--model.patch-size", "64"], "smaller than one patch of 64 pixels"),
         (["quickstart", "--model.num-classes", "5"], "outside the model's head, which has 5 classes"),
         (

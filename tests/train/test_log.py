@@ -1,6 +1,7 @@
 import errno
 import io
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,7 @@ def test_progress_in_a_file_is_a_line_every_so_often():
     assert progress.due()
     progress.show("one")
     assert not progress.due()
+    assert progress.due(tenth=True)
     progress.report("message")
     progress.close()
     assert stream.getvalue() == "one\nmessage\n"
@@ -88,6 +90,7 @@ def test_progress_line():
     """Step, loss, learning rate, speed, share of peak and time left."""
     line = progress_line(7, 1000, 2.5, 1e-3, 1234.5, 0.42, 3700.0)
     assert line == "step    7/1000 | loss 2.5000 | lr 1.00e-03 | 1,234 images/s | 42% of peak | 1h01m left"
+    assert progress_line(1, 1000, 2.5, 0.0, math.nan, None, math.nan) == "step    1/1000 | loss 2.5000 | lr 0.00e+00"
 
 
 @pytest.mark.parametrize(
@@ -99,10 +102,15 @@ def test_duration(seconds: float, text: str):
 
 
 def test_clock_leaves_pauses_out(monkeypatch: pytest.MonkeyPatch):
-    """Ten steps in ten seconds of which five were an evaluation are two steps per second."""
+    """Ten steps in ten seconds of which five were an evaluation are two steps per second; the start and the first step,
+    which waits for workers, do not count."""
     now = [100.0]
     monkeypatch.setattr("softmoe.train.log.time.perf_counter", lambda: now[0])
-    clock = Clock(0)
+    clock = Clock()
+    now[0] += 60.0
+    assert math.isnan(clock.steps_per_second(1))
+    clock.begin(1)
     now[0] += 10.0
     clock.skip(5.0)
-    assert clock.steps_per_second(10) == pytest.approx(2.0)
+    clock.begin(11)
+    assert clock.steps_per_second(11) == pytest.approx(2.0)

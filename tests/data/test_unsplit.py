@@ -1,0 +1,104 @@
+"""Folders of photos as people have them: classes without train/ and val/, one split alone, train/ and test/."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from softmoe.data import Source, open_source
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Three classes, of 40, 9 and 2 images."""
+    for name, count in (("ant", 40), ("bee", 9), ("cat", 2)):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(count):
+            (tmp_path / "photos" / name / f"{number}.jpg").write_bytes(b"x" * (number + 1))
+    return tmp_path / "photos"
+
+
+def names(source: Source) -> set[str]:
+    return {f"{source.classes[int(label)]}/{size}" for label, size in zip(source._labels, source._sizes, strict=True)}  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("prefix", ["folder:", ""])
+def test_a_tenth_of_each_class(photos: Path, prefix: str, caplog: pytest.LogCaptureFixture):
+    """Without splits train and val share nothing and are everything; val has a tenth of each class, at least one image;
+    that is said once."""
+    train, val, whole = (open_source(f"{prefix}{photos}", split) for split in ("train", "val", "all"))
+    assert train.classes == val.classes == ("ant", "bee", "cat")
+    assert (len(train), len(val), len(whole)) == (45, 6, 51)
+    assert not names(train) & names(val)
+    assert names(train) | names(val) == names(whole)
+    assert len({train.fingerprint, val.fingerprint, whole.fingerprint}) == 3
+    if prefix:
+        assert caplog.messages == [
+            f"{photos} has no train/ and val/: 6 of its 51 images are kept for validation, always the same 10 % of "
+            f"each class ({photos}?val=0.2 keeps another share)"
+        ]
+
+
+def test_the_choice_is_stable(photos: Path, tmp_path: Path):
+    """The same on another machine and at another path; a new image does not move the others from one part to the other,
+    but for the one that a larger share lets in."""
+    before = names(open_source(str(photos), "val"))
+    moved = shutil.copytree(photos, tmp_path / "elsewhere")
+    assert names(open_source(str(moved), "val")) == before
+    for number in range(40, 44):
+        (photos / "ant" / f"{number}.jpg").write_bytes(b"x" * (number + 1))
+    after = names(open_source(str(photos), "val"))
+    assert len(before & after) >= len(before) - 1
+
+
+def test_other_shares(photos: Path):
+    """`?val=0.5` is half of each class, `?val=0` nothing; anything that is no share is refused."""
+    assert [len(open_source(f"{photos}?val=0.5", split)) for split in ("train", "val")] == [26, 25]
+    assert len(open_source(f"{photos}?val=0", "train")) == 51
+    for wrong in ("1", "-0.1", "half"):
+        with pytest.raises(ValueError, match="The option val is a share of the images from 0 to 1"):
+            open_source(f"{photos}?val={wrong}", "val")
+    with pytest.raises(ValueError, match="no folder 'test' and no splits: it has train, val and all"):
+        open_source(str(photos), "test")
+
+
+def test_one_split_by_its_path(folder: Path):
+    """photos/val is all of the validation images, whatever split is asked for, with the classes of train."""
+    for split in ("val", "train"):
+        one = open_source(str(folder / "val"), split)
+        assert one.fingerprint == open_source(str(folder), "val").fingerprint
+
+
+def test_train_and_test(folder: Path):
+    """Without val/ the sentence says what can be done; `?val=0.2` takes it from train/, and test/ stays test/."""
+    (folder / "val").rename(folder / "test")
+    with pytest.raises(
+        ValueError, match=r"no folder 'val' \(it has test, train\); take it from train/ with .*val=0.1, or"
+    ):
+        open_source(str(folder), "val")
+    parts = {split: open_source(f"{folder}?val=0.2", split) for split in ("train", "val", "test")}
+    assert {split: len(source) for split, source in parts.items()} == {"train": 12, "val": 3, "test": 6}
+    assert parts["val"].read(0).image.shape == (24, 32, 3)
+    (folder / "test").rename(folder / "val")
+    with pytest.raises(ValueError, match="has val/ or no train/: leave it out"):
+        open_source(f"{folder}?val=0.2", "val")
+
+
+def test_images_without_classes(photos: Path):
+    """Images that lie in the folder itself have no class, and the sentence says where to put them."""
+    with pytest.raises(ValueError, match=r"holds images but no class folders; put them at ant/<class>/<image>"):
+        open_source(str(photos / "ant"), "train")
+
+
+def test_pairs(photos: Path):
+    """Captioned photos need no splits either."""
+    train, val = (open_source(f"pairs:{photos}", split) for split in ("train", "val"))
+    assert (len(train), len(val)) == (46, 5)
+    assert train.fingerprint != val.fingerprint
+
+
+def test_a_tar_without_splits(photos: Path, tmp_path: Path):
+    """`tar c photos` is the same data."""
+    tar = shutil.make_archive(str(tmp_path / "all"), "tar", tmp_path, "photos")
+    for split in ("train", "val", "all"):
+        assert open_source(tar, split).fingerprint == open_source(str(photos), split).fingerprint

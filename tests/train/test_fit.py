@@ -1,0 +1,83 @@
+"""A recipe made to fit a shorter run or a small set."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from softmoe import recipes
+from softmoe.train import TrainConfig
+from softmoe.train.fit import fit, steps_of
+from softmoe.train.folder import RunFolder, free_name
+
+SMALL_RECIPES = [name for name in recipes.names() if name not in ("contrastive", "lit")]  # those need pairs
+
+
+@pytest.mark.parametrize("name", SMALL_RECIPES)
+@pytest.mark.parametrize("steps", [1, 7, 60])
+def test_every_recipe_takes_few_steps(name: str, steps: int):
+    """`--steps 60` works with any recipe: warm-up and cooldown fit, there are ten lines of metrics or one a step."""
+    recipe = recipes.load(name)
+    made, said = fit(replace(recipe, steps=steps), recipe)
+    made.check()
+    assert made.schedule.warmup + made.schedule.cooldown <= steps
+    assert steps // made.log.every >= min(steps, 10)
+    assert made.checkpoint.every <= max(1, -(-steps // 4))
+    assert said.startswith(f"a run of {steps} steps, the recipe has {recipe.steps}: ")
+    assert f"schedule.warmup {made.schedule.warmup} (was {recipe.schedule.warmup})" in said
+
+
+def test_what_was_given_stays():
+    """A key that the user set is not scaled, a run of the recipe's length or longer is not touched."""
+    recipe = recipes.load("quickstart")
+    short = replace(recipe, steps=60)
+    made, said = fit(short, recipe, {"schedule.warmup", "log.every"})
+    assert (made.schedule.warmup, made.log.every) == (recipe.schedule.warmup, recipe.log.every)
+    assert "warmup" not in said
+    for steps in (recipe.steps, 2 * recipe.steps):
+        same = replace(recipe, steps=steps)
+        assert fit(same, recipe) == (same, "")
+
+
+def test_a_batch_of_pairs_is_at_most_half_the_set(tmp_path: Path):
+    """Captions are told apart within a batch: of 30 pairs a batch has 8 and not 1,024; classes may repeat."""
+    (tmp_path / "train").mkdir()
+    for number in range(30):
+        (tmp_path / "train" / f"{number}.jpg").write_bytes(b"x")
+    recipe = recipes.load("lit")
+    config = replace(recipe, data=replace(recipe.data, train=f"pairs:{tmp_path}"))
+    made, said = fit(config, recipe)
+    assert made.data.batch_size == 8
+    assert said == "made to fit: data.batch_size 8 (was 1024)"
+    assert fit(config, recipe, {"data.batch_size"}) == (config, "")
+
+
+def test_epochs():
+    """Steps that see each image so often."""
+    config = replace(TrainConfig(), data=replace(TrainConfig().data, train="shapes?size=32", batch_size=64))
+    assert steps_of(0.001, config) >= 1
+    assert steps_of(2, config) == pytest.approx(2 * steps_of(1, config), abs=1)
+    with pytest.raises(ValueError, match="above 0, got -1"):
+        steps_of(-1, config)
+
+
+def test_second_runs_get_numbers(tmp_path: Path):
+    """The same settings go on in their folder, others get the next number, and a chosen name is refused with what the
+    user changed."""
+    recipe = TrainConfig(run_name="mine", runs=str(tmp_path))
+    assert free_name(recipe, recipe, named=False) == (recipe, "")
+    RunFolder.of(recipe).path.mkdir()
+    RunFolder.of(recipe).begin(recipe, {})
+    assert free_name(recipe, recipe, named=False) == (recipe, "")
+    other = replace(recipe, seed=5)
+    made, said = free_name(other, recipe, named=False)
+    assert made == replace(other, run_name="mine_2")
+    assert "seed: 0 -> 5" in said
+    assert "this run is" in said
+    RunFolder.of(made).path.mkdir()
+    RunFolder.of(made).begin(made, {})
+    assert free_name(other, recipe, named=False)[0] == made
+    changed = replace(recipe, seed=7, data=replace(recipe.data, batch_size=3))
+    RunFolder.of(recipe).begin(replace(recipe, steps=5, optim=replace(recipe.optim, beta1=0.5)), {})
+    with pytest.raises(ValueError, match=r"seed: 0 -> 7\n  data.batch_size: 64 -> 3\n  and 1 more\nuse another --run-"):
+        free_name(changed, recipe, named=True)
