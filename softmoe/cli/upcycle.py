@@ -1,5 +1,6 @@
 """`softmoe upcycle DENSE --experts 128`: experts from a dense model's MLPs."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,17 +14,22 @@ class Arguments:
 
     dense: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DENSE")]
     """A saved model or run; or an .npz or .safetensors file in the naming of the original ViT, big_vision or timm."""
-    experts: int
+    experts: int = 16
     slots: int = 1
     """Slots per expert."""
     blocks: str = "last_half"
     """last_half, or block numbers as in 6,7,8."""
     router: str = "soft"
-    init: str | None = None
-    """How routers start: copy (fresh), centers or positions (from the tokens of --data), closest (the better of these).
-    None is closest with --data and copy without."""
+    init: str = "beside"
+    """beside keeps the MLPs and adds narrow experts whose output begins at zero: nothing is lost. The others put copies
+    of the MLPs in their place, with routers that are fresh (copy) or set from the tokens of --data (centers, positions,
+    or closest: the better of these, refined). compare tries all, saves none and recommends one."""
+    expert_dim: int | None = None
+    """Hidden width of each expert; None is a sixteenth of the MLP's beside it, and all of it in its place."""
+    redraw: float = 0.0
+    """Copies: share of each expert's hidden units that are drawn anew."""
     noise: float = 0.0
-    """Added to each expert, relative to the deviation of its weights."""
+    """Copies: added to each expert, relative to the deviation of its weights."""
     capacity_factor: float | None = None
     """Sparse routers: room for tokens."""
     data: str | None = None
@@ -53,7 +59,7 @@ def main(argv: list[str]) -> int:
 
     from softmoe.convert.files import read_model
     from softmoe.storage import save_pretrained
-    from softmoe.transfer import upcycle
+    from softmoe.transfer import compare_starts, upcycle
 
     torch.manual_seed(a.seed)
     foreign = {name: getattr(a, name) for name in ("heads", "image_size", "activation", "mean", "std")}
@@ -63,20 +69,20 @@ def main(argv: list[str]) -> int:
     if a.data is not None:
         both = read_images(a, facts.get("preprocessing"), dense.config.image_shape)
         images, held_out = both[::2], both[1::2]
-    options = {} if a.capacity_factor is None else {"capacity_factor": a.capacity_factor}
-    start = upcycle(
-        dense,
-        a.experts,
-        a.slots,
-        blocks=blocks,
-        router=a.router,
-        init=a.init or ("copy" if images is None else "closest"),
-        noise=a.noise,
-        images=images,
-        held_out=held_out,
-        **options,
-    )
-    print(start.distance)
+    optional = {"capacity_factor": a.capacity_factor, "expert_dim": a.expert_dim}
+    options: dict[str, Any] = {
+        **{name: value for name, value in optional.items() if value is not None},
+        "blocks": blocks,
+        "router": a.router,
+        "images": images,
+        "held_out": held_out,
+        "report": lambda line: print(line, file=sys.stderr, flush=True),
+    }
+    if a.init == "compare":
+        print(compare_starts(dense, a.experts, a.slots, **options))
+        return 0
+    start = upcycle(dense, a.experts, a.slots, init=a.init, noise=a.noise, redraw=a.redraw, **options)
+    print(start)
     if a.out is not None:
         made = {"upcycled_from": a.dense, "init": a.init, "distance": start.distance.features}
         save_pretrained(start.model, a.out, provenance=made, **facts)

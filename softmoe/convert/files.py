@@ -1,5 +1,6 @@
 """A model from whatever names one: a saved folder, a run, the Hub, or a file of somebody else's weights."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from softmoe.storage import from_pretrained
 
 SUFFIXES = (".npz", ".safetensors")
 _FUNCTION = ("patch_size", "width", "depth", "mlp_dim", "heads", "pool", "positions", "qk_norm", "activation")
-_ROUTING = ("router", "num_experts", "slots_per_expert", "normalize")
+_ROUTING = ("router", "num_experts", "slots_per_expert", "normalize", "keep_mlp")
 
 
 def read_model(where: str | Path, *, device: str | torch.device = "cpu", **options: Any) -> VisionTransformer:
@@ -51,10 +52,12 @@ def _line(error: Exception) -> str:
 @torch.no_grad()
 def starting_weights(model: VisionTransformer, weights: str | Path, *, new_head: bool = True) -> dict[str, Tensor]:
     """The state of `model` with the weights of a saved one, whose positions are resampled to the model's grid. Both
-    must be of the same shape but for image size and classes."""
+    must be of the same shape but for image size and classes. Experts beside the MLPs of a dense model start anew."""
     source = read_model(weights)
     check_same_function(source.config, model.config, str(weights))
     state, mine = dict(source.state_dict()), model.state_dict()
+    if source.config.moe is None and model.config.moe is not None:
+        state = {name: state.get(dense_name(name), value) for name, value in mine.items()}
     if isinstance(model.positions, LearnedPositions):
         assert isinstance(source.positions, LearnedPositions)
         state["positions.table"] = source.positions(model.positions.grid)
@@ -71,6 +74,8 @@ def starting_weights(model: VisionTransformer, weights: str | Path, *, new_head:
 
 def check_same_function(old: ViTConfig, new: ViTConfig, name: str) -> None:
     """ValueError that names every difference."""
+    if old.moe is None and new.moe is not None and new.moe.keep_mlp:
+        new = replace(new, moe=None)
     before, after = weight_facts(old), weight_facts(new)
     differences = [
         f"{key} {before.get(key)} and {after.get(key)}" for key in before | after if before.get(key) != after.get(key)
@@ -84,5 +89,10 @@ def weight_facts(config: ViTConfig) -> dict[str, Any]:
     facts = {key: getattr(config, key) for key in (*_FUNCTION, "representation_size")}
     if config.moe is not None:
         facts |= {key: value for key, value in config.moe.to_dict().items() if key in _ROUTING}
-        facts["blocks"] = config.moe_blocks
+        facts |= {"blocks": config.moe_blocks, "expert_dim": config.moe.hidden_dim(config.mlp_dim)}
     return facts
+
+
+def dense_name(name: str) -> str:
+    """Return the name that a parameter of an MLP with experts beside it has in the dense model."""
+    return name.replace(".mlp.mlp.", ".mlp.")

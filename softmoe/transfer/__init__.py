@@ -3,13 +3,14 @@
 from softmoe.transfer.branch import branch, plan_branch
 from softmoe.transfer.finetune import locked_config, transfer_config
 from softmoe.transfer.soup import Soup, greedy_soup, soup
-from softmoe.transfer.upcycle import Distance, Upcycled, distance, upcycle
+from softmoe.transfer.upcycle import Distance, Upcycled, compare_starts, distance, upcycle
 
 __all__ = [
     "Distance",
     "Soup",
     "Upcycled",
     "branch",
+    "compare_starts",
     "distance",
     "greedy_soup",
     "locked_config",

@@ -1,25 +1,28 @@
-"""A Soft (or sparse) MoE from a dense vision transformer: experts are copies of its MLPs.
+"""Give experts to a trained dense vision transformer: beside its MLPs, or copies of them in their place.
 
-    start = upcycle(dense, num_experts=128, init="closest", images=images)
-    start.model, print(start.distance)
+    start = upcycle(dense, num_experts=16, images=images)
+    start.model, print(start)
 
 Letters: B images, M tokens, D width, H hidden width, N experts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from softmoe.budget import cost
+from softmoe.convert.files import dense_name
 from softmoe.models import MoEConfig, VisionTransformer
 from softmoe.models.transformer import MLP, Block
-from softmoe.moe import Experts, MoE
+from softmoe.moe import Experts, ExpertsBeside, MoE
 from softmoe.moe.record import evaluating
 from softmoe.transfer.upcycle_routers import WAYS, can_start_near, refine, start_near
 
-INITS = ("copy", *WAYS, "closest")
+INITS = ("beside", "copy", *WAYS, "closest")
+NARROW = 16  # experts beside an MLP have this part of its hidden width
 NOISE_IMAGES = 8
 SPARSE = ("tokens_choice", "experts_choice")
 NEARLY_THE_MEAN = 0.3  # layers of slots that tell tokens apart are nearer than this
@@ -37,6 +40,8 @@ class Distance:
     layers: dict[int, float]
     """Block -> distance of the MoE's output from the MLP's, for the same tokens (those of the dense model)."""
     router: str
+    kept: bool
+    """Whether the MLPs are kept, with experts beside them."""
     images: int
     real: bool
     """Whether the images were given; otherwise they are noise, on which models behave otherwise."""
@@ -51,6 +56,8 @@ class Distance:
 
     def why(self) -> str:
         worst = max(self.layers.values(), default=0.0)
+        if self.kept and worst == 0.0:
+            return "the MLPs are kept, and the experts beside them begin with an output of zero"
         if worst < 1e-5:
             return "every token comes back from an expert that saw that token alone, and all experts are the old MLP"
         if self.router in SPARSE:
@@ -66,29 +73,52 @@ class Upcycled:
     model: VisionTransformer
     distance: Distance
     """From the dense model, at once."""
+    init: str
+    flops: float
+    """FLOPs of the forward pass, over those of the dense model."""
+    params: float
+    """Parameters, over those of the dense model."""
+
+    def __str__(self) -> str:
+        c = self.model.config
+        assert c.moe is not None
+        width, where = c.moe.hidden_dim(c.mlp_dim), "beside" if c.moe.keep_mlp else "in place of"
+        blocks = ", ".join(map(str, c.moe_blocks))
+        return (
+            f"start {self.init}: {c.moe.num_experts} experts of hidden width {width} {where} the MLPs of blocks "
+            f"{blocks}\n"
+            f"cost: {self.flops:.2f} times the dense model's FLOPs forward, {self.params:.2f} times its parameters\n"
+            f"{self.distance}"
+        )
 
 
 @torch.no_grad()
 def upcycle(
     dense: VisionTransformer,
-    num_experts: int,
+    num_experts: int = 16,
     slots_per_expert: int = 1,
     *,
     blocks: str | Sequence[int] = "last_half",
     router: str = "soft",
-    init: str = "copy",
+    init: str = "beside",
     noise: float = 0.0,
+    redraw: float = 0.0,
     images: Tensor | None = None,
     held_out: Tensor | None = None,
+    report: Callable[[str], None] = lambda line: None,
     **options: Any,
 ) -> Upcycled:
-    """Replace the MLPs of `blocks` ("last_half", or indices) by MoE layers whose experts are copies of them.
+    """Give the MLPs of `blocks` ("last_half", or indices) experts; the dense model stays as it is.
 
-    `init` says how the routers start: "copy" leaves them fresh; "centers" and "positions" set them from the tokens of
-    `images` (B, 3, height, width) so that each token comes back from a slot with tokens like it, or with its
-    neighbors; "closest" takes for each layer the better of the two and refines it by gradient descent. `noise` is the
-    deviation of what is added to each expert, relative to that of the weights. `options` are those of the
-    router and of MoEConfig. The distance is measured on `held_out` images if given, else on `images`, else on noise.
+    `init` says how. "beside" keeps the MLPs and adds narrow experts (hidden width `expert_dim`, by default a
+    sixteenth of the MLP's) whose output begins at zero: the new model is at first exactly the old one. All others put
+    copies of the MLP in its place and differ in how the routers start: "copy" leaves them fresh; "centers" and
+    "positions" set them from the tokens of `images` (B, 3, height, width) so that each token comes back from a slot
+    with tokens like it, or with its neighbors; "closest" takes for each layer the better of the two and refines it by
+    gradient descent. Beside an MLP, routers take the better of the two if there are images. `redraw` is the share of
+    each copy's hidden units that are drawn anew, `noise` the deviation of what is added to each copy, relative to that
+    of the weights. `options` are those of the router and of MoEConfig. The distance is measured on `held_out` images
+    if given, else on `images`, else on noise. `report` is told of the progress.
     """
     config = dense.config
     if config.moe is not None:
@@ -97,22 +127,62 @@ def upcycle(
         raise ValueError(f"init must be one of {', '.join(INITS)}, got {init!r}")
     if noise < 0:
         raise ValueError(f"noise must not be negative, got {noise}")
+    if not 0.0 <= redraw <= 1.0:
+        raise ValueError(f"redraw is a share in [0, 1], got {redraw}")
+    if init == "beside":
+        if noise or redraw:
+            raise ValueError("noise and redraw change copies of the MLPs: give another init, such as 'closest'")
+        options = {"expert_dim": max(1, config.mlp_dim // NARROW)} | options | {"keep_mlp": True}
+    elif options.get("expert_dim") or options.get("keep_mlp"):
+        raise ValueError(
+            f"experts of init={init!r} are copies of the MLPs in their place: leave out expert_dim and keep_mlp"
+        )
     options["blocks"] = None if blocks == "last_half" else parse_blocks(blocks)
     if slots_per_expert != 1:  # not every router has slots
         options["slots_per_expert"] = slots_per_expert
     moe = MoEConfig.of(router, num_experts, **options)
     model = copy_model(dense, replace(config, moe=moe))
-    if init != "copy":
-        if images is None:
-            raise ValueError(f"init={init!r} looks at the tokens of real images: give images=, or use init='copy'")
+    if images is None and init not in ("beside", "copy"):
+        raise ValueError(f"init={init!r} looks at the tokens of real images: give images=, or use init='beside'")
+    if images is not None and init != "copy":
         with evaluating(dense, model):
-            fit_routers(dense, model, images, init)
+            fit_routers(dense, model, images, init, report)
+    if redraw:
+        draw_anew(model, redraw)
     if noise:
         add_noise(model, noise)
     seen = images if held_out is None else held_out
+    report("measuring the distance from the dense model")
+    old, new = cost(config), cost(model.config)
     return Upcycled(
-        model, distance(dense, model, random_images(model) if seen is None else seen, real=seen is not None)
+        model,
+        distance(dense, model, random_images(model) if seen is None else seen, real=seen is not None),
+        init,
+        new.forward_flops / old.forward_flops,
+        new.params / old.params,
     )
+
+
+def compare_starts(
+    dense: VisionTransformer,
+    num_experts: int,
+    slots_per_expert: int = 1,
+    *,
+    expert_dim: int | None = None,
+    **given: Any,
+) -> str:
+    """Try every start that `upcycle` has for what is given, and return a table that ends in a recommendation."""
+    starts = []
+    for init in INITS if given.get("images") is not None else ("beside", "copy"):
+        narrow = {"expert_dim": expert_dim} if expert_dim and init == "beside" else {}
+        starts.append(upcycle(dense, num_experts, slots_per_expert, init=init, **narrow, **given))
+    best = min(starts, key=lambda s: (s.distance.features, s.flops))
+    lines = ["start       features away  same class  FLOPs of dense  parameters of dense"]
+    for s in starts:
+        same = "-" if s.distance.same_class is None else f"{100 * s.distance.same_class:.1f} %"
+        lines.append(f"{s.init:<10}{s.distance.features:15.4f}{same:>12}{s.flops:16.2f}{s.params:21.2f}")
+    count = f"{best.distance.images} images" + ("" if best.distance.real else " of random noise (give real ones)")
+    return "\n".join([*lines, f"recommended: {best.init}, the nearest to the dense model on {count}"])
 
 
 def parse_blocks(blocks: str | Sequence[int]) -> tuple[int, ...]:
@@ -122,14 +192,16 @@ def parse_blocks(blocks: str | Sequence[int]) -> tuple[int, ...]:
 
 
 def copy_model(dense: VisionTransformer, config: Any) -> VisionTransformer:
-    """Everything of `dense`, its MLPs N times where `config` has experts."""
+    """Everything of `dense`, its MLPs N times where `config` has experts in their place."""
     first = next(dense.parameters())
     model = VisionTransformer(config).to(dtype=first.dtype, device=first.device)
     old = dense.state_dict()
-    kept = {name: old[name] for name in model.state_dict() if name in old}
-    model.load_state_dict(kept, strict=False)
+    names = {name: dense_name(name) for name in model.state_dict()}
+    model.load_state_dict({name: old[theirs] for name, theirs in names.items() if theirs in old}, strict=False)
     for index in config.moe_blocks:
         layer, mlp = layers(model, index), layers(dense, index)
+        if isinstance(layer, ExpertsBeside):
+            continue
         assert isinstance(layer, MoE)
         assert isinstance(layer.experts, Experts)
         assert isinstance(mlp, MLP)
@@ -151,14 +223,21 @@ def layers(model: VisionTransformer, index: int) -> MoE | MLP:
     return block.mlp
 
 
-def fit_routers(dense: VisionTransformer, model: VisionTransformer, images: Tensor, init: str) -> None:
-    """Layer after layer, each on the tokens that reach it through the layers already set."""
+def fit_routers(
+    dense: VisionTransformer, model: VisionTransformer, images: Tensor, init: str, report: Callable[[str], None]
+) -> None:
+    """Set the routers layer after layer, each on the tokens that reach it through the layers already set."""
     x_BMD = encoder_input(model, images)
     for index, block in enumerate(model.encoder.blocks):
         assert isinstance(block, Block)
         x_BMD = x_BMD + block.attention(block.norm1(x_BMD))
         normed_BMD = block.norm2(x_BMD)
         if isinstance(block.mlp, MoE) and can_start_near(block.mlp.router):
+            report(f"block {index}: setting the router on {len(images)} images")
+        if isinstance(block.mlp, ExpertsBeside) and can_start_near(block.mlp.router):
+            # experts have no function yet: slots should hold what tells tokens apart, as near to them as can be
+            start_near(MoE(block.mlp.router, nn.Identity()), nn.Identity(), normed_BMD, tuple(WAYS))
+        elif isinstance(block.mlp, MoE) and can_start_near(block.mlp.router):
             mlp = layers(dense, index)
             start_near(block.mlp, mlp, normed_BMD, tuple(WAYS) if init == "closest" else (init,))
             if init == "closest":
@@ -182,6 +261,18 @@ def add_noise(model: VisionTransformer, noise: float) -> None:
         for parameter in layers(model, index).experts.parameters():  # pyright: ignore
             deviation = parameter[0].std(correction=0)
             parameter.add_(torch.randn_like(parameter) * (noise * deviation))
+
+
+def draw_anew(model: VisionTransformer, share: float) -> None:
+    """Draw this share of each expert's hidden units anew, others for each expert, as large as the old ones."""
+    for index in model.config.moe_blocks:
+        experts = layers(model, index).experts
+        assert isinstance(experts, Experts)
+        drawn_NH = torch.rand_like(experts.b1).argsort(1) < round(share * experts.hidden_dim)
+        for weight_NDH in (experts.w1, experts.w2):
+            fresh_NDH = torch.randn_like(weight_NDH) * weight_NDH[0].std(correction=0)
+            weight_NDH.copy_(torch.where(drawn_NH[:, None], fresh_NDH, weight_NDH))
+        experts.b1.masked_fill_(drawn_NH, 0.0)
 
 
 def random_images(model: VisionTransformer) -> Tensor:
@@ -216,6 +307,7 @@ def distance(dense: VisionTransformer, other: VisionTransformer, images: Tensor,
         same_class=None if headless else float((logits[0].argmax(-1) == logits[1].argmax(-1)).double().mean()),
         layers=layers,
         router="none" if other.config.moe is None else other.config.moe.router.name,
+        kept=other.config.moe is not None and other.config.moe.keep_mlp,
         images=len(images),
         real=real,
     )

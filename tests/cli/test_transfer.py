@@ -37,15 +37,31 @@ def test_upcycle(dense: Path, tmp_path: Path, capsys):
     assert (saved.config.moe.num_experts, saved.config.moe.router.slots_per_expert) == (4, 2)
     assert (saved.config.moe_blocks, saved.classes) == ((0, 1), tuple(f"c{i}" for i in range(7)))
     assert saved.provenance["upcycled_from"] == str(dense)
-    assert main(["upcycle", str(dense), "--experts", "4"]) == 0
-    assert "random noise" in capsys.readouterr().out
+    assert saved.config.moe.keep_mlp
+    assert main(["upcycle", str(dense)]) == 0
+    text = capsys.readouterr().out
+    assert "start beside: 16 experts" in text
+    assert "random noise" in text
+    assert main(["upcycle", str(dense), "--experts", "4", "--init", "compare", "--data", "shapes?size=16"]) == 0
+    shown = capsys.readouterr()
+    assert "recommended: beside" in shown.out
+    assert "block 1: setting the router" in shown.err
 
 
 def test_upcycle_others_weights(tmp_path: Path, capsys):
     """A safetensors file in timm's naming, with what it does not tell; the identity router shows that it is exact."""
     state = {name: value.float().contiguous() for name, value in timm_names(PlainViT(gelu="none")).items()}
     save_file(state, tmp_path / "model.safetensors")
-    command = ["upcycle", str(tmp_path / "model.safetensors"), "--experts", "3", "--router", "identity"]
+    command = [
+        "upcycle",
+        str(tmp_path / "model.safetensors"),
+        "--experts",
+        "3",
+        "--router",
+        "identity",
+        "--init",
+        "copy",
+    ]
     assert main(command) == 2
     assert "give heads=" in capsys.readouterr().err
     assert main([*command, "--heads", "2", "--out", str(tmp_path / "out")]) == 0

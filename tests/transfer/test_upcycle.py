@@ -6,7 +6,7 @@ from convert.plain import PlainViT, flax_names, timm_names
 
 from softmoe.convert import from_timm, from_vit
 from softmoe.models import VisionTransformer, ViTConfig
-from softmoe.transfer.upcycle import distance, upcycle
+from softmoe.transfer.upcycle import compare_starts, distance, upcycle
 from softmoe.transfer.upcycle_routers import place_directions, refine, spherical_k_means
 
 SHAPE = ViTConfig(image_size=(12, 16), patch_size=4, width=24, depth=4, mlp_dim=32, heads=2, num_classes=5)
@@ -36,7 +36,7 @@ def tokens(model: VisionTransformer, index: int) -> torch.Tensor:
 def test_the_identity_router_gives_the_dense_model(pool):
     """Each token goes to one expert, and all experts are the MLP: equal but for rounding, whatever their number."""
     dense = dense_model(pool)
-    start = upcycle(dense, 5, router="identity", blocks=(0, 1, 3), images=IMAGES)
+    start = upcycle(dense, 5, init="copy", router="identity", blocks=(0, 1, 3), images=IMAGES)
     torch.testing.assert_close(start.model(IMAGES), dense(IMAGES), rtol=1e-10, atol=1e-10)
     assert start.model.config.moe_blocks == (0, 1, 3)
     assert start.distance.features < 1e-10
@@ -48,7 +48,7 @@ def test_the_identity_router_gives_the_dense_model(pool):
 def test_equal_experts_act_on_mixtures(router):
     """The true relation: y_i = sum_s C_is f(sum_j D_js x_j), with the old MLP f; not f(x_i)."""
     dense = dense_model()
-    start = upcycle(dense, 3, 2, router=router, blocks=[2])
+    start = upcycle(dense, 3, 2, init="copy", router=router, blocks=[2])
     x, f = tokens(dense, 2), dense.encoder.blocks[2].mlp
     layer = start.model.encoder.blocks[2].mlp
     routing = layer.router(x)
@@ -63,7 +63,7 @@ def test_equal_experts_act_on_mixtures(router):
 def test_sharp_routing_to_own_slots_is_the_dense_model_in_the_limit():
     """A slot for each token, pointing at it alone: the layer tends to the MLP as the scale grows."""
     dense = dense_model()
-    start = upcycle(dense, 24, blocks=[3])
+    start = upcycle(dense, 24, init="copy", blocks=[3])
     layer, f = start.model.encoder.blocks[3].mlp, dense.encoder.blocks[3].mlp
     x = 3.0 * torch.linalg.qr(torch.randn(24, 24, dtype=torch.float64)).Q.unsqueeze(0)  # 24 tokens at right angles
     errors = []
@@ -78,7 +78,7 @@ def test_sharp_routing_to_own_slots_is_the_dense_model_in_the_limit():
 def test_tokens_choice_gives_the_gate_times_the_dense_output():
     """One choice and room for all: y = gate * f(x), so the output is smaller than the MLP's by the gate."""
     dense = dense_model()
-    start = upcycle(dense, 3, router="tokens_choice", capacity_factor=3.0, blocks=[1])
+    start = upcycle(dense, 3, init="copy", router="tokens_choice", capacity_factor=3.0, blocks=[1])
     x, f = tokens(dense, 1), dense.encoder.blocks[1].mlp
     layer = start.model.eval().encoder.blocks[1].mlp
     gate = (x @ layer.router.weight).softmax(-1).amax(-1, keepdim=True)
@@ -89,7 +89,7 @@ def test_tokens_choice_gives_the_gate_times_the_dense_output():
 def test_sharp_gates_of_tokens_choice_give_the_dense_model():
     """From the centers with room for all tokens, gates go to 1 and the layer to the MLP."""
     dense = dense_model()
-    fresh = upcycle(dense, 3, router="tokens_choice", capacity_factor=3.0, images=IMAGES)
+    fresh = upcycle(dense, 3, init="copy", router="tokens_choice", capacity_factor=3.0, images=IMAGES)
     near = upcycle(dense, 3, router="tokens_choice", capacity_factor=3.0, images=IMAGES, init="centers")
     assert near.distance.features < 0.05 < fresh.distance.features
 
@@ -100,7 +100,7 @@ def test_places_that_tokens_tell_give_the_dense_model():
         dense = dense_model(pool, places=5.0)
         slots = dense.config.tokens
         near = upcycle(dense, slots, init="positions", images=IMAGES)
-        fresh = upcycle(dense, slots, images=IMAGES)
+        fresh = upcycle(dense, slots, init="copy", images=IMAGES)
         assert max(near.distance.layers.values()) < 1e-3
         assert near.distance.features < 1e-3
         assert min(fresh.distance.layers.values()) > 0.5
@@ -126,7 +126,7 @@ def test_plain_logits_and_experts_choice_start_near_too():
     """Routers without normalization have their scale in the slot vectors."""
     dense = dense_model(places=5.0)
     for options in ({"normalize": False}, {"router": "experts_choice", "capacity_factor": 3.0}):
-        fresh = upcycle(dense, 12, images=IMAGES, **options)
+        fresh = upcycle(dense, 12, init="copy", images=IMAGES, **options)
         near = upcycle(dense, 12, init="closest", images=IMAGES, **options)
         assert max(near.distance.layers.values()) < 1e-3 < 0.1 < min(fresh.distance.layers.values())
 
@@ -153,14 +153,69 @@ def test_experts_are_copies_and_noise_parts_them():
     """Without noise all experts equal the MLP, bit for bit; with it they differ by that share of the deviation."""
     dense = dense_model()
     mlp = dense.encoder.blocks[2].mlp
-    plain = upcycle(dense, 4).model.encoder.blocks[2].mlp.experts
+    plain = upcycle(dense, 4, init="copy").model.encoder.blocks[2].mlp.experts
     for n in range(4):
         assert torch.equal(plain.w1[n], mlp.fc1.weight.T)
         assert torch.equal(plain.b2[n], mlp.fc2.bias)
-    noisy = upcycle(dense, 4, noise=0.1).model.encoder.blocks[2].mlp.experts
+    noisy = upcycle(dense, 4, init="copy", noise=0.1).model.encoder.blocks[2].mlp.experts
     moved = ((noisy.w1 - plain.w1).std() / mlp.fc1.weight.std()).detach()
     assert 0.08 < float(moved) < 0.12
     assert not torch.equal(noisy.w1[0], noisy.w1[1])
+
+
+def test_a_share_of_the_units_is_drawn_anew():
+    """With redraw=0.5 half of each expert's hidden units are the MLP's, the other half new, not the same for all."""
+    dense = dense_model()
+    mlp = dense.encoder.blocks[2].mlp
+    experts = upcycle(dense, 4, init="copy", redraw=0.5).model.encoder.blocks[2].mlp.experts
+    kept = (experts.w1 == mlp.fc1.weight.T).all(1) & (experts.w2 == mlp.fc2.weight).all(1)
+    assert kept.sum(1).tolist() == [16] * 4
+    assert not torch.equal(kept[0], kept[1])
+    assert 0.5 < float((experts.w1[0][:, ~kept[0]].std() / mlp.fc1.weight.std()).detach()) < 2
+
+
+@pytest.mark.parametrize("images", [None, IMAGES])
+def test_experts_beside_keep_the_dense_model(images):
+    """The default start is the dense model bit for bit, costs little more, and says so; its MLPs are the old ones."""
+    dense = dense_model("class")
+    start = upcycle(dense, 3, images=images)
+    assert torch.equal(start.model(IMAGES), dense(IMAGES))
+    assert (start.init, start.distance.features, start.distance.same_class) == ("beside", 0.0, 1.0)
+    layer = start.model.encoder.blocks[3].mlp
+    assert torch.equal(layer.mlp.fc1.weight, dense.encoder.blocks[3].mlp.fc1.weight)
+    assert layer.experts.hidden_dim == 32 // 16
+    assert start.params == sum(p.numel() for p in start.model.parameters()) / sum(p.numel() for p in dense.parameters())
+    assert "experts of hidden width 2 beside the MLPs of blocks 2, 3" in str(start)
+    assert "begin with an output of zero" in str(start)
+
+
+def test_slots_beside_begin_sharp():
+    """Routers beside an MLP that saw images give tokens back better than fresh ones: slots tell tokens apart."""
+    dense = dense_model()
+    x = tokens(dense, 2)
+
+    def lost(model):
+        routing = model.encoder.blocks[2].mlp.router(x)
+        return float((routing.combine(routing.dispatch(x)) - x).norm().detach())
+
+    assert lost(upcycle(dense, 6, images=IMAGES).model) < 0.9 * lost(upcycle(dense, 6).model)
+
+
+def test_starts_compared():
+    """Every start is tried and the nearest recommended; without images those that need none."""
+    dense = dense_model()
+    lines = []
+    text = compare_starts(dense, 3, images=IMAGES, expert_dim=2, report=lines.append)
+    assert [line.split()[0] for line in text.splitlines()[1:-1]] == [
+        "beside",
+        "copy",
+        "centers",
+        "positions",
+        "closest",
+    ]
+    assert text.endswith("recommended: beside, the nearest to the dense model on 16 images")
+    assert any("block 2" in line for line in lines)
+    assert "closest" not in compare_starts(dense, 3)
 
 
 def test_all_else_is_kept():
@@ -187,7 +242,7 @@ def test_from_other_peoples_weights(naming):
     plain = PlainViT(gelu="none" if naming == "timm" else "tanh", depth=4)
     dense = from_timm(timm_names(plain), heads=2) if naming == "timm" else from_vit(flax_names(plain))
     images = torch.randn(2, 3, *plain.image_size, dtype=torch.float64)
-    model = upcycle(dense, 4, router="identity").model
+    model = upcycle(dense, 4, init="copy", router="identity").model
     torch.testing.assert_close(model(images), plain(images), rtol=1e-10, atol=1e-10)
 
 
@@ -206,7 +261,7 @@ def test_the_report_is_on_held_out_images():
 def test_distance_by_hand():
     """Means over the images of |a - b| / |b|, features and logits; the heads' share of equal classes."""
     dense = dense_model()
-    model = upcycle(dense, 3).model
+    model = upcycle(dense, 3, init="copy").model
     found = distance(dense, model, IMAGES)
     a, b = (m.forward_head(m.forward_features(IMAGES), pre_logits=True) for m in (model, dense))
     assert found.features == pytest.approx(float(((a - b).norm(dim=1) / b.norm(dim=1)).mean().detach()))
@@ -215,7 +270,7 @@ def test_distance_by_hand():
     expected = ((layer(x) - mlp(x)).flatten(1).norm(dim=1) / mlp(x).flatten(1).norm(dim=1)).mean()
     assert found.layers[3] == pytest.approx(float(expected.detach()))
     assert "mixtures of tokens" in str(found)
-    assert "random noise" in str(upcycle(dense, 3).distance)
+    assert "random noise" in str(upcycle(dense, 3))
 
 
 def test_mistakes():
@@ -223,11 +278,14 @@ def test_mistakes():
     dense = dense_model()
     for call, words in (
         (lambda: upcycle(upcycle(dense, 2).model, 2), "has experts already"),
-        (lambda: upcycle(dense, 2, init="best"), "init must be one of copy, centers, positions, closest"),
+        (lambda: upcycle(dense, 2, init="best"), "init must be one of beside, copy, centers, positions, closest"),
         (lambda: upcycle(dense, 2, init="centers"), "give images="),
         (lambda: upcycle(dense, 2, blocks="odd"), "'last_half' or indices, got 'odd'"),
         (lambda: upcycle(dense, 2, blocks=[9]), "different indices from 0 to 3"),
         (lambda: upcycle(dense, 2, noise=-1), "noise must not be negative"),
+        (lambda: upcycle(dense, 2, init="copy", redraw=2), "redraw is a share in"),
+        (lambda: upcycle(dense, 2, redraw=0.5), "noise and redraw change copies"),
+        (lambda: upcycle(dense, 2, init="copy", expert_dim=3), "leave out expert_dim"),
         (lambda: upcycle(dense, 2, slotz=3), "unknown option 'slotz'"),
         (lambda: upcycle(dense, 500, init="centers", images=IMAGES), "500 slots need at least as many tokens"),
     ):
