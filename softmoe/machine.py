@@ -35,6 +35,19 @@ def prepare_environment() -> None:
         os.environ["ONEDNN_MAX_CPU_ISA"] = cap
 
 
+def use_threads(count: int | None) -> None:
+    """Compute with so many processor threads; None leaves it to torch."""
+    if count is None:
+        return
+    if count < 1:
+        raise ValueError(f"threads must be at least 1, got {count}")
+    os.environ["OMP_NUM_THREADS"] = str(count)  # for a torch that is not loaded yet
+    if "torch" in sys.modules:
+        import torch
+
+        torch.set_num_threads(count)
+
+
 def safe_instruction_set(cpuinfo: Path = CPUINFO) -> str | None:
     """The cap oneDNN needs on this CPU, or None where AMX works or is absent."""
     fields = first_core(cpuinfo)

@@ -7,29 +7,38 @@ import re
 import sys
 from importlib import import_module
 
-COMMANDS = {
-    "bench": "time the layer and the models against the machine's roofline",
-    "cost": "parameters, FLOPs and the paper's cost columns, before anything runs",
-    "doctor": "what is wrong with a model or a run, in plain words",
-    "evaluate": "accuracy, loss and calibration of a saved model",
-    "export": "write a model as a file that runs without softmoe",
-    "fewshot": "how well a few examples of each class tell the classes apart",
-    "finetune": "train a saved model on other classes, at any image size",
-    "inspect": "what the routers of a model do, as figures and as a page",
-    "plan": "memory, traffic and step time on many devices, before any hardware exists",
-    "predict": "the likeliest classes of images in files",
-    "quickstart": "train a small Soft MoE and its dense twin, and compare them",
-    "report": "one page for one or several runs",
-    "retrieve": "the right captions for images and the right image for captions, recall at 1, 5, 10",
-    "search": "the images that a sentence describes best, as a page",
-    "serve": "answer images over HTTP with classes or embeddings",
-    "soup": "average the weights of several fine-tuned models",
-    "study": "one of the paper's experiments: runs, figure and verdict",
-    "tokenizer": "learn a tokenizer from captions",
-    "train": "train a model from a recipe",
-    "upcycle": "make a model with experts from a dense one",
-    "zeroshot": "accuracy of two towers that know the classes by name only",
+GROUPS = {
+    "Start here": {
+        "quickstart": "train a small Soft MoE and its dense twin on generated images, and compare them",
+        "train": "train a model from a recipe: softmoe train small_data --data photos",
+        "finetune": "train a saved model on other classes, at any image size",
+        "predict": "the likeliest classes of images in files",
+        "evaluate": "accuracy, confusions and the worst photos of a saved model",
+        "inspect": "what the routers of a model do, as figures and as a page",
+        "doctor": "what is wrong with a model or a run, in plain words",
+    },
+    "Models from models": {
+        "upcycle": "make a model with experts from a dense one",
+        "soup": "average the weights of several fine-tuned models",
+        "export": "write a model as a file that runs without softmoe",
+        "serve": "answer images over HTTP with classes or embeddings",
+    },
+    "Measure": {
+        "fewshot": "how well a few examples of each class tell the classes apart",
+        "report": "one page for one or several runs",
+        "study": "one of the paper's experiments: runs, figure and verdict",
+        "cost": "parameters, FLOPs and the paper's cost columns, before anything runs",
+        "plan": "memory, traffic and step time on many devices, before any hardware exists",
+        "bench": "time the layer and the models against the machine's roofline",
+    },
+    "Images and texts": {
+        "search": "the images that a sentence describes best, as a page",
+        "zeroshot": "accuracy of two towers that know the classes by name only",
+        "retrieve": "the right captions for images and the right image for captions, recall at 1, 5, 10",
+        "tokenizer": "learn a tokenizer from captions",
+    },
 }
+COMMANDS = {name: what for group in GROUPS.values() for name, what in group.items()}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -85,13 +94,7 @@ def fail(message: str) -> int:
 
 def usage() -> str:
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: softmoe COMMAND [--help] ...",
-            "",
-            "Soft Mixture-of-Experts vision transformers.",
-            "",
-            *lines,
-        ]
-    )
+    lines = ["usage: softmoe COMMAND [--help] ...", "", "Soft Mixture-of-Experts vision transformers."]
+    for title, commands in GROUPS.items():
+        lines += ["", title, *(f"  {name:<{width}}  {what}" for name, what in commands.items())]
+    return "\n".join(lines)

@@ -1,17 +1,22 @@
 """`softmoe finetune MODEL DATA --image-size 384`: the recipe `finetune` for a model of one's own."""
 
+from __future__ import annotations
+
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from softmoe import recipes
 from softmoe.cli.parse import parse_run, parse_size
 from softmoe.cli.train import drive, take
-from softmoe.train import TrainConfig
-from softmoe.transfer import transfer_config
+
+if TYPE_CHECKING:
+    from softmoe.train import TrainConfig
 
 USAGE = """usage: softmoe finetune MODEL DATA [--image-size 384] [--dry-run] [--section.key value ...]
 
 MODEL  a saved model, a run, a Hub id, or an .npz or .safetensors file of others' weights
-DATA   a folder with train/CLASS/* and val/CLASS/*, or a source as in training
+DATA   a folder with CLASS/* (a tenth is kept for validation) or with train/CLASS/* and val/CLASS/*, or a source as in
+       training
 
 The head is new, positions are resampled to the image size (any, also HEIGHTxWIDTH), slots stay as they are.
 softmoe finetune MODEL DATA --help lists every setting. A stopped run continues with the same command."""
@@ -27,6 +32,8 @@ def main(argv: list[str]) -> int:
 
 
 def parse(model: str, data: str, argv: list[str]) -> tuple[TrainConfig, bool]:
+    from softmoe.transfer import transfer_config
+
     size, rest = take(argv, "--image-size")
     default = transfer_config(recipes.load("finetune"), model, image_size=parse_size(size) if size else None)
     default = replace(default, data=replace(default.data, train=data))

@@ -1,5 +1,6 @@
 """From dataclasses to the command line and back, with tyro: the only file that knows how."""
 
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hi
 import tyro
 
 from softmoe.cli.habits import translate
+from softmoe.machine import use_threads
 
 if TYPE_CHECKING:
     from softmoe.train import TrainConfig
@@ -24,13 +26,14 @@ class Printed:
 
     json: bool = False
     """Print everything as JSON."""
-    output: Path | None = None
-    """Also write everything to this JSON file."""
+    out: Path | None = None
+    """Also write everything to this JSON file, which must be new."""
 
     def show(self, report: dict[str, Any], text: str) -> None:
         whole = json.dumps(report, indent=2)
-        if self.output:
-            self.output.write_text(whole + "\n")
+        if self.out:
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            self.out.write_text(whole + "\n")
         print(whole if self.json else text)
 
 
@@ -38,7 +41,8 @@ def parse(command: type[Command], argv: list[str], name: str) -> Command:
     """Make the command that the words describe.
 
     Fields that Python takes by place are words by place, called like the field; the others are options. A flag turns
-    over what is the default, an image size is written 224 or 224x320, and of several names each is a word.
+    over what is the default, an image size is written 224 or 224x320, and of several names each is a word. Every
+    command takes --threads, and no --out is a file that is there already.
     """
     hints, given = get_type_hints(command), []
     for f in fields(command):  # pyright: ignore[reportArgumentType]
@@ -46,14 +50,32 @@ def parse(command: type[Command], argv: list[str], name: str) -> Command:
         if not f.kw_only:
             hint = Annotated[hint, tyro.conf.Positional, tyro.conf.arg(metavar=f.name.upper())]
         given.append((f.name, hint, field(default=f.default, default_factory=f.default_factory, kw_only=f.kw_only)))
+    count = Annotated[int | None, tyro.conf.arg(help="Processor threads; as torch chooses if not given.")]
+    if "threads" not in hints:
+        given.append(("threads", count, field(default=None, kw_only=True)))
     words = make_dataclass(command.__name__, given, bases=(command,), frozen=True)
     config = (tyro.conf.FlagCreatePairsOff,)
     found: Any = tyro.cli(words, args=argv, prog=f"softmoe {name}", description=command.__doc__, config=config)
-    values = {f.name: getattr(found, f.name) for f in fields(words)}
+    use_threads(found.threads)
+    values = {f.name: getattr(found, f.name) for f in fields(command)}  # pyright: ignore[reportArgumentType]
     for key, value in values.items():
         if hints[key] == SIZE and value is not None:
             values[key] = parse_size(value)
+    if not values.get("overwrite"):
+        check_new(values.get("out"))
     return command(**values)
+
+
+def check_new(path: Path | None) -> None:
+    """ValueError for a file that is there already."""
+    if path is not None and path.is_file():
+        raise ValueError(f"{path} is there already: choose another --out, or remove it")
+
+
+def unused(path: Path) -> Path:
+    """Return the path, or if it is taken the same with a number: evaluation_2.html."""
+    numbered = (path.with_stem(f"{path.stem}_{number}") for number in itertools.count(2))
+    return next(p for p in itertools.chain([path], numbered) if not p.exists())
 
 
 def word_type(hint: Any) -> Any:

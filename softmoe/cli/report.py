@@ -13,7 +13,7 @@ class Arguments:
     runs: tuple[Path, ...]
     """Folders of runs."""
     _: KW_ONLY
-    output: Path | None = None
+    out: Path | None = None
     """Where the page goes; report.html in the first run's folder if not given."""
     title: str | None = None
     """Title of the page."""
@@ -21,15 +21,15 @@ class Arguments:
 
 def main(argv: list[str]) -> int:
     a = parse(Arguments, argv, "report")
+    if not a.runs:
+        raise ValueError("give the folders of runs: softmoe report RUNS...")
 
     from softmoe.report import load_run, summary_table, table_text, write_report
 
-    if not a.runs:
-        raise ValueError("give the folders of runs: softmoe report RUNS...")
     records = [load_run(folder) for folder in a.runs]
     for record in records:
         if record.damaged:
             print(f"{record.folder}: {record.damaged} damaged lines of metrics.jsonl are left out")
     print(table_text(summary_table(records)))
-    print(write_report(records, a.output or a.runs[0] / "report.html", title=a.title))
+    print(write_report(records, a.out or a.runs[0] / "report.html", title=a.title))
     return 0

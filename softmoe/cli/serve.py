@@ -46,8 +46,6 @@ class Arguments:
     """Processes that decode images."""
     decode_seconds: float = 5.0
     """Seconds to decode an image; then its process is killed, and the answer is 422."""
-    threads: int | None = None
-    """Processor threads of the model."""
     image_size: int | tuple[int, int] | None = None
     """Pixels, or HEIGHTxWIDTH; the size the model was saved with if not given."""
     device: str = "auto"
@@ -55,8 +53,6 @@ class Arguments:
 
 def main(argv: list[str]) -> int:
     a = parse(Arguments, argv, "serve")
-
-    import torch
 
     from softmoe.data.decoders import Decoders, pixel_reader
     from softmoe.evaluate import load
@@ -76,10 +72,6 @@ def main(argv: list[str]) -> int:
         keep_alive=a.keep_alive_seconds,
         connections=a.max_connections,
     )
-    if a.threads is not None and a.threads < 1:
-        raise ValueError(f"threads must be at least 1, got {a.threads}")
-    if a.threads is not None:
-        torch.set_num_threads(a.threads)
     loaded = load(a.model, device=a.device, image_size=a.image_size, weights=a.weights)
     predictor = Predictor(loaded, top=a.top)
     decoders = Decoders(pixel_reader(loaded.transform, a.max_pixels), a.decoders, a.decode_seconds)

@@ -1,20 +1,21 @@
 """`softmoe soup MODELS... --out FOLDER`: the mean of the weights of several models."""
 
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 
-import tyro
+from softmoe.cli.parse import parse
 
 
 @dataclass(frozen=True)
 class Arguments:
     """Average the weights of models that were fine-tuned from the same one: one model, better than each, at no cost."""
 
-    models: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    models: tuple[str, ...]
     """Folders of saved models or of runs."""
+    _: KW_ONLY
     out: str
-    """Folder of the new model."""
-    greedy: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Folder of the new model; it must be new or empty."""
+    greedy: bool = False
     """Best first, and keep only those that do not lower the accuracy on --data."""
     data: str | None = None
     """Greedy: images to choose by (not those the result is later judged by): a folder, or a source as in training."""
@@ -26,9 +27,12 @@ class Arguments:
 
 
 def main(argv: list[str]) -> int:
-    a = tyro.cli(Arguments, args=argv, prog="softmoe soup")
+    a = parse(Arguments, argv, "soup")
     if a.greedy != (a.data is not None):
         raise ValueError("--greedy and --data belong together: a greedy soup is chosen by its accuracy on data")
+
+    if Path(a.out).exists() and any(Path(a.out).iterdir()):
+        raise ValueError(f"{a.out} is there already: choose another --out, or remove it")
 
     from softmoe.machine import choose_device
     from softmoe.transfer import greedy_soup, soup

@@ -37,7 +37,7 @@ class Arguments:
 
 
 def main(argv: list[str]) -> int:
-    from softmoe.studies import find, names
+    from softmoe.studies import about, find, names
 
     if not argv:
         print("usage: softmoe study NAME... [--help]\n\n" + "\n".join(f"  {name:<20}{about(name)}" for name in names()))
@@ -71,10 +71,3 @@ def check(a: Arguments) -> None:
     for name, value in (("--seeds", a.seeds), ("--jobs", a.jobs), ("--steps", a.steps)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-
-
-def about(name: str) -> str:
-    """The question of a study."""
-    from softmoe.studies import find
-
-    return (find(name).__doc__ or "").split("\n", 1)[0]

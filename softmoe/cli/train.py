@@ -1,31 +1,35 @@
 """`softmoe train RECIPE [--section.key value ...]`."""
 
+from __future__ import annotations
+
 import signal
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from softmoe import recipes
 from softmoe.cli.parse import parse_run
-from softmoe.data import WorkerDied
-from softmoe.storage.files import read_json
-from softmoe.train import Result, TrainConfig, train
-from softmoe.train.folder import RunFolder, write_model
-from softmoe.train.preview import preview
-from softmoe.transfer import branch, locked_config, plan_branch
 
-USAGE = """usage: softmoe train RECIPE [--dry-run] [--section.key value ...]
+if TYPE_CHECKING:
+    from softmoe.train import Result, TrainConfig
+    from softmoe.train.folder import RunFolder
+
+USAGE = """usage: softmoe train RECIPE [--data DATA] [--steps N] [--dry-run] [--section.key value ...]
 
 RECIPE  {names}
         the path of a .py file with a function recipe() -> TrainConfig
         the folder of a run, to continue it: runs/NAME
         a checkpoint, to cool down from it: runs/NAME/checkpoints/step_00001000 --cooldown 200
         lit --image MODEL, to learn texts for the images of a trained model that stays as it is
+DATA    a folder with CLASS/* or with train/CLASS/* and val/CLASS/*, or shapes, wds:PATTERN, hf:NAME, idx:PATH, digits
 
-softmoe train RECIPE --help lists every key with its value in that recipe.
+{about}
+
+softmoe train RECIPE --help lists every key with its value in that recipe. Of a key the last part is enough where only
+one has it: --batch-size, --lr, --epochs, --warmup, --compile. A run of fewer steps than the recipe's is made to fit.
 A run stopped by Ctrl-C or SIGTERM saves first and exits with 130 or 143; the same command continues it."""
 
 
@@ -45,7 +49,9 @@ class BranchArguments:
 
 def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
-        print(USAGE.format(names=", ".join(recipes.names())))
+        names = recipes.names()
+        about = "\n".join(f"  {name:<24}{recipes.about(name)}" for name in names)
+        print(USAGE.format(names=", ".join(names), about=about))
         return 0 if argv else 2
     if argv[0] == "--config" and len(argv) > 1:
         argv = argv[1:]
@@ -54,6 +60,10 @@ def main(argv: list[str]) -> int:
 
 def drive(config: TrainConfig, dry_run: bool) -> int:
     """Train to the end and finish: the one driver of `train` and `finetune`, in each process of a run."""
+    from softmoe.data import WorkerDied
+    from softmoe.train import train
+    from softmoe.train.preview import preview
+
     if dry_run:
         print(preview(config))
         return 0
@@ -71,6 +81,8 @@ def drive(config: TrainConfig, dry_run: bool) -> int:
 def parse(recipe: str, argv: list[str]) -> tuple[TrainConfig, bool]:
     prog = f"softmoe train {recipe}"
     if (Path(recipe) / "manifest.json").is_file():
+        from softmoe.transfer import branch, plan_branch
+
         wanted = tyro.cli(BranchArguments, args=argv, prog=prog)
         make = plan_branch if wanted.dry_run else branch
         return make(recipe, wanted.cooldown, wanted.run_name, wanted.runs), wanted.dry_run
@@ -79,6 +91,8 @@ def parse(recipe: str, argv: list[str]) -> tuple[TrainConfig, bool]:
     default = stored_run(stored) if begun else recipes.load(recipe)
     image, rest = take(argv, "--image")
     if image is not None:
+        from softmoe.transfer import locked_config
+
         default = locked_config(default, image)
     elif default.model.locked and default.model.weights is None and not {"-h", "--help"} & set(rest):
         raise ValueError(f"give the trained model whose images get texts: softmoe train {recipe} --image MODEL")
@@ -88,12 +102,15 @@ def parse(recipe: str, argv: list[str]) -> tuple[TrainConfig, bool]:
 def train_locked(config: TrainConfig) -> Result:
     """Train with the features of the image tower computed once, if every image always looks the same."""
     from softmoe.evaluate import extract
+    from softmoe.train import train
 
     return train(config, extract=extract)
 
 
 def stored_run(path: Path) -> TrainConfig:
     """Read the settings of a run, to go on in the folder where it is now."""
+    from softmoe.train.folder import RunFolder
+
     stored = RunFolder(path).stored()
     if stored is None:
         raise ValueError(f"{path} is not the folder of a run: it has no config.json")
@@ -110,6 +127,9 @@ def exit_code(result: Result) -> int:
 
 def finish(result: Result) -> int:
     """Save the model and say where things are, with the step and the numbers of the checkpoint that became it."""
+    from softmoe.storage.files import read_json
+    from softmoe.train.folder import write_model
+
     folder = result.folder
     for problem in result.problems:
         print(f"softmoe: {problem}", file=sys.stderr)
@@ -125,21 +145,43 @@ def finish(result: Result) -> int:
     rows |= {"step": str(state["step"]), "model": str(write_model(folder).folder), "metrics": str(folder.metrics)}
     if folder.evaluation.exists():
         rows["evaluation"] = str(folder.evaluation)
-    rows["report"] = report_page(folder.path)
+    rows["report"] = report_page(folder)
     width = max(map(len, rows)) + 2
     for name, value in rows.items():
         print(f"{name:<{width}}{value}")
     return exit_code(result)
 
 
-def report_page(run: Path) -> str:
+def report_page(folder: RunFolder) -> str:
     """Write the page of a run. Returns where it is, or why there is none: the run itself has succeeded."""
     from softmoe.report import load_run, write_report
 
     try:
-        return str(write_report([load_run(run)], run / "report.html"))
+        run = load_run(folder.path)
+        if run.classes and run.config.text.size is None:
+            judge(folder, run.config)
+        return str(write_report([run], folder.path / "report.html"))
     except Exception as error:
         return f"none, {type(error).__name__}: {error}"
+
+
+def judge(folder: RunFolder, config: TrainConfig) -> None:
+    """Leave the mistakes of the finished model on the validation images in evaluation.json, for the page."""
+    from softmoe.evaluate import evaluate
+    from softmoe.storage.files import write_json
+
+    d = config.data
+    report = evaluate(
+        folder.path / "model",
+        d.val or d.train,
+        split=d.val_split,
+        examples=config.evaluation.examples,
+        loss=config.objective.loss,
+        batch_size=d.eval_batch_size,
+        workers=d.workers,
+        device=config.device,
+    )
+    write_json(folder.path / "evaluation.json", report)
 
 
 def take(argv: list[str], flag: str) -> tuple[str | None, list[str]]:

@@ -1,14 +1,44 @@
 """Model and data -> named numbers: accuracy, few-shot, nearest neighbors, linear probe, prediction; and with texts
-zero-shot, retrieval, search."""
+zero-shot, retrieval, search.
 
-from softmoe.evaluate.api import Evaluate, FewShot, Predict, evaluate, fewshot, predict
-from softmoe.evaluate.classify import Prediction, Unreadable, classification, count
-from softmoe.evaluate.features import Features, extract
-from softmoe.evaluate.fewshot import FewShotResult, few_shot
-from softmoe.evaluate.inputs import Loaded, evaluation_transform, find_images, load
-from softmoe.evaluate.search import Search, search
-from softmoe.evaluate.towers import Retrieve, Towers, ZeroShot, load_towers, retrieve, zeroshot
-from softmoe.models.classification import Totals
+Names are loaded when first used: the options of the commands do without torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from softmoe.evaluate.api import (
+        Evaluate,
+        FewShot,
+        Predict,
+        Retrieve,
+        Search,
+        ZeroShot,
+        evaluate,
+        fewshot,
+        predict,
+        retrieve,
+        search,
+        zeroshot,
+    )
+    from softmoe.evaluate.classify import Prediction, Unreadable, classification, count
+    from softmoe.evaluate.features import Features, extract
+    from softmoe.evaluate.inputs import Loaded, evaluation_transform, find_images, load
+    from softmoe.evaluate.ridge import FewShotResult, few_shot
+    from softmoe.evaluate.towers import Towers, load_towers
+    from softmoe.models.classification import Totals
+
+_API = ("Evaluate", "FewShot", "Predict", "Retrieve", "Search", "ZeroShot")
+_HOMES = {
+    "softmoe.evaluate.api": (*_API, *map(str.lower, _API)),
+    "softmoe.evaluate.classify": ("Prediction", "Unreadable", "classification", "count"),
+    "softmoe.evaluate.features": ("Features", "extract"),
+    "softmoe.evaluate.ridge": ("FewShotResult", "few_shot"),
+    "softmoe.evaluate.inputs": ("Loaded", "evaluation_transform", "find_images", "load"),
+    "softmoe.evaluate.towers": ("Towers", "load_towers"),
+    "softmoe.models.classification": ("Totals",),
+}
 
 __all__ = [
     "Evaluate",
@@ -39,3 +69,10 @@ __all__ = [
     "search",
     "zeroshot",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(home), name)
+    raise AttributeError(f"module 'softmoe.evaluate' has no attribute {name!r}")

@@ -1,33 +1,28 @@
-"""Commands for classifiers: evaluate, few-shot and predict, from the names of a model and data to numbers.
+"""Commands as options: evaluate, few-shot, predict, and with texts retrieve, zero-shot and search.
 
-A command is a frozen dataclass: its fields are the options, in Python and on the command line, and `run` does it.
+A command is a frozen dataclass: its fields are the options, in Python and on the command line, and `run` does it. This
+file loads without torch, so that the command line can say at once what is wrong with a command.
 """
 
-import typing
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass
-from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from __future__ import annotations
 
-from softmoe.data import Batch, Source, evaluation_batches, open_source
-from softmoe.evaluate.classify import Beside, Prediction, Predictor, Unreadable, count, outputs_of
-from softmoe.evaluate.features import Features, Progress, extract
-from softmoe.evaluate.fewshot import SHOTS, Protocol, few_shot
-from softmoe.evaluate.inputs import (
-    Loaded,
-    NewLabels,
-    find_images,
-    load,
-    match_classes,
-    random_subset,
-    read_labels,
-)
-from softmoe.evaluate.probes import linear_probe, nearest_neighbors
-from softmoe.inference import Storage
-from softmoe.models.classification import Loss
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from softmoe.evaluate.classify import Prediction, Unreadable
+    from softmoe.evaluate.features import Progress
+    from softmoe.evaluate.find import Hits
 
 Names = str | Path | Sequence[str | Path]
 """One file, folder or pattern, or several."""
+Loss = Literal["softmax", "sigmoid"]
+Storage = Literal["float32", "float16", "bfloat16", "int8", "int8_dynamic", "mapped"]
+Protocol = Literal["loo", "paper"]
+SHOTS = (1, 5, 10, 25)
 Options = ParamSpec("Options")
 Result = TypeVar("Result", covariant=True)
 
@@ -98,38 +93,9 @@ class Evaluate(OverImages):
 
     def run(self, progress: Progress | None = None) -> dict[str, Any]:
         """Return named numbers and what they were measured on, as plain values for JSON."""
-        loaded = load(self.model, device=self.device, image_size=self.image_size, weights=self.weights)
-        judged = Beside(loaded.model, load(self.model, device=self.device).model) if self.agreement else loaded.model
-        outputs = outputs_of(loaded.model)
-        source = random_subset(open_source(self.data, self.split), self.examples)
-        if self.labels is None:
-            matched, how = match_classes(source, loaded.saved.classes, outputs)
-        else:
-            matched, how = NewLabels(source, read_labels(self.labels), loaded.class_names()), "file"
-        broken: list[tuple[str, str]] = []
+        from softmoe.evaluate.work import run_evaluate
 
-        def watched() -> Iterator[Batch]:
-            done = 0
-            for batch in evaluation_batches(matched, loaded.transform, self.batch_size, workers=self.workers):
-                broken.extend(batch.broken)
-                yield batch
-                done += len(batch) + len(batch.broken)
-                if progress is not None:
-                    progress(done, len(matched))
-
-        totals = count(judged, watched(), loss=self.loss)
-        return {
-            **_about(loaded, {self.data: matched}, split=self.split),
-            "weights": self.weights or "as saved",
-            "numbers": totals.numbers() | (judged.numbers() if isinstance(judged, Beside) else {}),
-            "images": totals.images,
-            "unlabeled": totals.unlabeled,
-            "unreadable": [{"image": name, "reason": reason} for name, reason in broken],
-            "multi_label": matched.multi_label,
-            "classes_matched_by": how,
-            "classes": totals.class_table(loaded.saved.classes or matched.classes),
-            "calibration": totals.calibration_table(),
-        }
+        return run_evaluate(self, progress)
 
 
 @dataclass(frozen=True)
@@ -159,30 +125,9 @@ class FewShot(OverFeatures):
 
     def run(self, progress: Progress | None = None) -> dict[str, Any]:
         """Accuracies by data and number of shots; nearest neighbors and a probe if asked."""
-        loaded = load(self.model, device=self.device, image_size=self.image_size)
-        sources = {name: (self.part(name, "train"), self.part(name, "test")) for name in as_list(self.data)}
+        from softmoe.evaluate.work import run_fewshot
 
-        def features(source: Source) -> Features:
-            return extract(loaded.model, source, loaded.transform, **self.feature_options(progress))
-
-        pairs = {name: (features(train), features(test)) for name, (train, test) in sources.items()}
-        found = few_shot(pairs, shots=self.shots, seeds=self.seeds, protocol=self.protocol)
-        report = {
-            **_about(loaded, {name: pair[1] for name, pair in sources.items()}, split=self.test_split),
-            "train_data": {name: pair[0].fingerprint for name, pair in sources.items()},
-            "images": {name: {"train": len(train), "test": len(test)} for name, (train, test) in pairs.items()},
-            "fewshot": found.to_dict(),
-        }
-        if self.knn:
-            report["knn"] = {name: nearest_neighbors(*pair) for name, pair in pairs.items()}
-        if self.linear:
-            report["linear_probe"] = {name: linear_probe(*pair) for name, pair in pairs.items()}
-        return report
-
-    def part(self, name: str, part: str) -> Source:
-        """Open the training or the test images of a source."""
-        split, examples = getattr(self, f"{part}_split"), getattr(self, f"{part}_examples")
-        return random_subset(open_source(name, split), examples)
+        return run_fewshot(self, progress)
 
 
 @dataclass(frozen=True)
@@ -202,24 +147,83 @@ class Predict(OverImages):
 
     def run(self, progress: Progress | None = None) -> tuple[list[Prediction], list[Unreadable]]:
         """Classes and features of what can be read, and what cannot."""
-        paths = find_images(as_list(self.images))
-        loaded = load(self.model, device=self.device, image_size=self.image_size, weights=self.weights)
-        predictor = Predictor(loaded, top=self.top)
-        found = list(predictor.predict_files(paths, batch_size=self.batch_size, workers=self.workers))
-        return [p for p in found if isinstance(p, Prediction)], [u for u in found if isinstance(u, Unreadable)]
+        from softmoe.evaluate.work import run_predict
+
+        return run_predict(self, progress)
+
+
+@dataclass(frozen=True)
+class Retrieve(OverFeatures):
+    """Recall at 1, 5 and 10 of two towers, both ways, among all images and all captions of the data."""
+
+    model: str | Path
+    """Folder of a saved model with two towers or of its run, or a Hub id (user/name)."""
+    data: str
+    """Source of images with captions: wds:PATTERN, pairs:PATH, hf:NAME, shapes."""
+    _: KW_ONLY
+    split: str = "val"
+    examples: int | None = None
+    """Search among so many images only, chosen at random (always the same ones)."""
+
+    def run(self, progress: Progress | None = None) -> dict[str, Any]:
+        """Recalls with all captions of every image. Images without a caption are left out."""
+        from softmoe.evaluate.towers import run_retrieve
+
+        return run_retrieve(self, progress)
+
+
+@dataclass(frozen=True)
+class ZeroShot(OverFeatures):
+    """Accuracy of two towers that know the classes by name only."""
+
+    model: str | Path
+    """Folder of a saved model with two towers or of its run, or a Hub id (user/name)."""
+    data: str
+    """Source of images with classes: a folder with SPLIT/CLASS/IMAGE, or shapes, wds:PATTERN, hf:NAME."""
+    _: KW_ONLY
+    split: str = "val"
+    classes: str | Path | None = None
+    """JSON with names for the classes: a list in the order of the labels, or an object by the data's names."""
+    templates: tuple[str, ...] | None = None
+    """Sentences with {} where the name goes, or one .txt file with one a line."""
+    examples: int | None = None
+    """Evaluate on so many images only, chosen at random (always the same ones)."""
+
+    def run(self, progress: Progress | None = None) -> dict[str, Any]:
+        """Top-1 and top-5, the chance of a guess, and what was measured."""
+        from softmoe.evaluate.towers import run_zeroshot
+
+        return run_zeroshot(self, progress)
+
+
+@dataclass(frozen=True)
+class Search(OverFeatures):
+    """Find images by a sentence.
+
+    The first search of a folder computes its features; later ones, for any text, read them from the cache.
+    """
+
+    model: str | Path
+    """Folder of a saved model with two towers or of its run, or a Hub id (user/name)."""
+    query: str
+    """The sentence, in quotes."""
+    images: Names
+    """Folders (with all below them), image files and patterns."""
+    _: KW_ONLY
+    top: int = 24
+    """Images to show."""
+    batch_size: int = 64
+
+    def run(self, progress: Progress | None = None) -> Hits:
+        """The `top` images that are nearest to the text; equal ones in order of name."""
+        from softmoe.evaluate.find import run_search
+
+        return run_search(self, progress)
 
 
 evaluate = function(Evaluate)
 fewshot = function(FewShot)
 predict = function(Predict)
-
-
-def _about(loaded: Loaded, data: dict[str, Source], *, split: str) -> dict[str, Any]:
-    """Return the facts that a number needs beside it to mean something later."""
-    return {
-        "model": str(loaded.saved.folder),
-        "model_fingerprint": loaded.saved.fingerprint,
-        "preprocessing": asdict(loaded.preprocessing),
-        "data": {name: source.fingerprint for name, source in data.items()},
-        "split": split,
-    }
+retrieve = function(Retrieve)
+zeroshot = function(ZeroShot)
+search = function(Search)

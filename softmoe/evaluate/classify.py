@@ -55,14 +55,18 @@ def count(
     *,
     loss: Loss = "softmax",
     total: Callable[[Tensor], Tensor] | None = None,
+    see: Callable[[Batch, Tensor], None] | None = None,
 ) -> Totals:
-    """Run the model over the batches and keep all sums."""
+    """Run the model over the batches and keep all sums; `see` is shown each batch and its logits."""
     device = next(model.parameters()).device
     totals = Totals(outputs_of(model), loss)
     with evaluating(model), torch.inference_mode():
         for batch in batches:
             if len(batch):
-                totals.add(model(batch.images.to(device)), batch.labels)
+                logits_BC = model(batch.images.to(device))
+                totals.add(logits_BC, batch.labels)
+                if see is not None:
+                    see(batch, logits_BC)
     if total is not None:
         totals.reduce(total)
     return totals

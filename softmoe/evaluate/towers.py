@@ -12,7 +12,7 @@ punctuation goes, all in lower case. Ties count as misses.
 
 import re
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from softmoe.data import Captioned, Source, Tokenizer, Transform, captions_of, open_source
-from softmoe.evaluate.api import OverFeatures, function
+from softmoe.evaluate.api import Retrieve, ZeroShot
 from softmoe.evaluate.features import Features, Progress, extract
 from softmoe.evaluate.inputs import evaluation_transform, open_model, preprocessing_at, random_subset
 from softmoe.machine import choose_device
@@ -96,44 +96,28 @@ TIE = 1e-9
 _BLOCK = 1024
 
 
-@dataclass(frozen=True)
-class Retrieve(OverFeatures):
-    """Recall at 1, 5 and 10 of two towers, both ways, among all images and all captions of the data."""
-
-    model: str | Path
-    """Folder of a saved model with two towers or of its run, or a Hub id (user/name)."""
-    data: str
-    """Source of images with captions: wds:PATTERN, pairs:PATH, hf:NAME, shapes."""
-    _: KW_ONLY
-    split: str = "val"
-    examples: int | None = None
-    """Search among so many images only, chosen at random (always the same ones)."""
-
-    def run(self, progress: Progress | None = None) -> dict[str, Any]:
-        """Recalls with all captions of every image. Images without a caption are left out."""
-        source = Captioned(random_subset(open_source(self.data, self.split), self.examples), self.data)
-        towers = load_towers(self.model, device=self.device, image_size=self.image_size)
-        image_nE, features = towers.embed_images(source, **self.feature_options(progress))
-        texts, owners = [], []
-        for row, captions in enumerate(captions_of(source, features.indices)):
-            texts += captions
-            owners += [row] * len(captions)
-        owner_t, number_n = torch.tensor(owners), torch.arange(len(image_nE))
-        text_tE = towers.embed_texts(texts)
-        return {
-            "model": str(towers.saved.folder),
-            "model_fingerprint": towers.saved.fingerprint,
-            "data": {self.data: source.fingerprint},
-            "split": self.split,
-            "images": len(image_nE),
-            "captions": len(texts),
-            "left_out": len(source) - len(image_nE),
-            "image_to_text": recalls(ranks(image_nE, number_n, text_tE, owner_t)),
-            "text_to_image": recalls(ranks(text_tE, owner_t, image_nE, number_n)),
-        }
-
-
-retrieve = function(Retrieve)
+def run_retrieve(options: Retrieve, progress: Progress | None = None) -> dict[str, Any]:
+    """Recalls with all captions of every image. Images without a caption are left out."""
+    source = Captioned(random_subset(open_source(options.data, options.split), options.examples), options.data)
+    towers = load_towers(options.model, device=options.device, image_size=options.image_size)
+    image_nE, features = towers.embed_images(source, **options.feature_options(progress))
+    texts, owners = [], []
+    for row, captions in enumerate(captions_of(source, features.indices)):
+        texts += captions
+        owners += [row] * len(captions)
+    owner_t, number_n = torch.tensor(owners), torch.arange(len(image_nE))
+    text_tE = towers.embed_texts(texts)
+    return {
+        "model": str(towers.saved.folder),
+        "model_fingerprint": towers.saved.fingerprint,
+        "data": {options.data: source.fingerprint},
+        "split": options.split,
+        "images": len(image_nE),
+        "captions": len(texts),
+        "left_out": len(source) - len(image_nE),
+        "image_to_text": recalls(ranks(image_nE, number_n, text_tE, owner_t)),
+        "text_to_image": recalls(ranks(text_tE, owner_t, image_nE, number_n)),
+    }
 
 
 def recalls(rank: Tensor, at: Sequence[int] = AT) -> dict[str, float]:
@@ -182,51 +166,31 @@ def canonical(text: str) -> str:
     return " ".join(_PLACE.join(re.sub(r"[^\w\s]", "", part) for part in parts).lower().split())
 
 
-@dataclass(frozen=True)
-class ZeroShot(OverFeatures):
-    """Accuracy of two towers that know the classes by name only."""
-
-    model: str | Path
-    """Folder of a saved model with two towers or of its run, or a Hub id (user/name)."""
-    data: str
-    """Source of images with classes: a folder with SPLIT/CLASS/IMAGE, or shapes, wds:PATTERN, hf:NAME."""
-    _: KW_ONLY
-    split: str = "val"
-    classes: str | Path | None = None
-    """JSON with names for the classes: a list in the order of the labels, or an object by the data's names."""
-    templates: tuple[str, ...] | None = None
-    """Sentences with {} where the name goes, or one .txt file with one a line."""
-    examples: int | None = None
-    """Evaluate on so many images only, chosen at random (always the same ones)."""
-
-    def run(self, progress: Progress | None = None) -> dict[str, Any]:
-        """Top-1 and top-5, the chance of a guess, and what was measured."""
-        source = random_subset(open_source(self.data, self.split), self.examples)
-        if not source.classes:
-            raise ValueError("this data has no classes, so nothing can be right or wrong; try `softmoe retrieve`")
-        names = class_names(source, self.classes)
-        prompts = check_templates(TEMPLATES if self.templates is None else read_templates(self.templates))
-        towers = load_towers(self.model, device=self.device, image_size=self.image_size)
-        image_nE, features = towers.embed_images(source, **self.feature_options(progress))
-        class_CE = class_vectors(towers, names, prompts)
-        rank_n = class_ranks(image_nE, torch.from_numpy(features.labels), class_CE)
-        labeled = rank_n[rank_n >= 0]
-        if not len(labeled):
-            raise ValueError("there is nothing to evaluate on: no image has a label")
-        return {
-            "model": str(towers.saved.folder),
-            "model_fingerprint": towers.saved.fingerprint,
-            "data": {self.data: source.fingerprint},
-            "split": self.split,
-            "numbers": {f"top{k}": float((labeled < k).double().mean()) for k in (1, 5)},
-            "chance": 1 / len(names),
-            "images": len(labeled),
-            "classes": list(names),
-            "templates": list(prompts),
-        }
-
-
-zeroshot = function(ZeroShot)
+def run_zeroshot(options: ZeroShot, progress: Progress | None = None) -> dict[str, Any]:
+    """Top-1 and top-5, the chance of a guess, and what was measured."""
+    source = random_subset(open_source(options.data, options.split), options.examples)
+    if not source.classes:
+        raise ValueError("this data has no classes, so nothing can be right or wrong; try `softmoe retrieve`")
+    names = class_names(source, options.classes)
+    prompts = check_templates(TEMPLATES if options.templates is None else read_templates(options.templates))
+    towers = load_towers(options.model, device=options.device, image_size=options.image_size)
+    image_nE, features = towers.embed_images(source, **options.feature_options(progress))
+    class_CE = class_vectors(towers, names, prompts)
+    rank_n = class_ranks(image_nE, torch.from_numpy(features.labels), class_CE)
+    labeled = rank_n[rank_n >= 0]
+    if not len(labeled):
+        raise ValueError("there is nothing to evaluate on: no image has a label")
+    return {
+        "model": str(towers.saved.folder),
+        "model_fingerprint": towers.saved.fingerprint,
+        "data": {options.data: source.fingerprint},
+        "split": options.split,
+        "numbers": {f"top{k}": float((labeled < k).double().mean()) for k in (1, 5)},
+        "chance": 1 / len(names),
+        "images": len(labeled),
+        "classes": list(names),
+        "templates": list(prompts),
+    }
 
 
 def read_templates(given: Sequence[str]) -> Sequence[str]:

@@ -144,9 +144,11 @@ def not_negative(name: str, value: float) -> float:
 
 
 def check_tokens(x_BMD: Tensor, mask: Tensor | None, dim: int) -> None:
-    """One clear sentence for a wrong rank, width or mask, before a product five levels down fails."""
+    """One clear sentence for a wrong rank, width, type or mask, before a product five levels down fails."""
     if x_BMD.ndim != 3 or x_BMD.shape[-1] != dim:
         raise ValueError(f"expected tokens of shape (batch, tokens, {dim}), got {tuple(x_BMD.shape)}")
+    if not x_BMD.is_floating_point():
+        raise ValueError(f"expected tokens as vectors of real numbers, got {x_BMD.dtype}: embed indices first")
     if x_BMD.shape[1] == 0:
         raise ValueError(f"expected at least one token, got {tuple(x_BMD.shape)}")
     if mask is None:

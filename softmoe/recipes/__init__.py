@@ -6,6 +6,9 @@
 A recipe that leaves `run_name` alone gets its own name as the name of its run.
 """
 
+from __future__ import annotations
+
+import ast
 import difflib
 import importlib
 import importlib.util
@@ -15,9 +18,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from softmoe.train import EvaluationSection, TrainConfig
+if TYPE_CHECKING:
+    from softmoe.train import TrainConfig
 
 Result = TypeVar("Result")
 
@@ -26,11 +30,20 @@ def names() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
+def about(name: str) -> str:
+    """Return the first sentence of a recipe's docstring, which is read and not run."""
+    text = Path(__path__[0], f"{name}.py").read_text(encoding="utf-8")
+    return (ast.get_docstring(ast.parse(text)) or "").split("\n", 1)[0]
+
+
 def load(name: str, variant: str = "recipe") -> TrainConfig:
     """Return the settings of the recipe called `name` (or in the file `name`), its run named after it if it has no
     name.
     """
     module = find(name)
+
+    from softmoe.train import TrainConfig
+
     function: Callable[[], TrainConfig] | None = getattr(module, variant, None)
     if function is None:
         raise ValueError(f"the recipe {name} has no function {variant}() -> TrainConfig")
@@ -79,6 +92,8 @@ def _called(function: Callable[[], Result], name: str) -> Result:
 
 def shrunk(config: TrainConfig, image_size: int) -> TrainConfig:
     """Shrink a recipe to two steps of a model that is hardly one; everything else stays as it is."""
+    from softmoe.train import EvaluationSection
+
     d = config.data
     blocks = None if config.model.blocks is None else (0, 1)
     shape = replace(config.model, width=16, depth=2, heads=2, mlp_dim=32, patch_size=image_size // 4, blocks=blocks)

@@ -1,8 +1,9 @@
 """Write one self-contained HTML page for one or several runs: what they cost and reached, and how they differ.
 
-Few-shot accuracies and inspection figures come into it from files that other commands left in a run's folder:
+Few-shot accuracies, inspection figures and mistakes come into it from files that other commands left in a run's folder
+(`softmoe train` leaves the mistakes):
 
-    softmoe fewshot RUN DATA --output RUN/fewshot.json
+    softmoe fewshot RUN DATA --out RUN/fewshot.json
     softmoe inspect RUN DATA
 """
 
@@ -17,6 +18,7 @@ import jinja2
 from softmoe import __version__
 from softmoe.budget import cost
 from softmoe.budget.report import aligned
+from softmoe.evaluate.mistakes import mistakes_section
 from softmoe.report.runs import RunRecord, as_svg, comparison, router_health
 from softmoe.storage.files import flatten
 
@@ -36,6 +38,7 @@ def write_report(runs: list[RunRecord], path: Path, *, title: str | None = None,
         differences=differences(runs) if len(runs) > 1 else [],
         health=[(name, as_svg(figure)) for name, figure in figures if figure is not None],
         fewshot=fewshot_table(runs),
+        mistakes=[(run.name, section) for run in runs if (section := mistakes_of(run))],
         inside=[(run.name, figures) for run in runs if (figures := inspection_figures(run))],
         folders=[(run.name, str(run.folder)) for run in runs],
         version=__version__,
@@ -106,6 +109,14 @@ def accuracies(path: Path) -> dict[tuple[str, str], float]:
         return {(n, shots): sum(values) / len(values) for n, by in by_data.items() for shots, values in by.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
         return {}
+
+
+def mistakes_of(run: RunRecord) -> str:
+    """Return the confusions, classes and worst images of a run from its evaluation.json; empty where there is none."""
+    try:
+        return mistakes_section(json.loads((run.folder / "evaluation.json").read_text()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, jinja2.TemplateError):
+        return ""
 
 
 def inspection_figures(run: RunRecord) -> list[tuple[str, str]]:

@@ -3,6 +3,7 @@
 The Hub needs the extra `hub`; everything else works without it. A card is made from a model's facts and nothing else.
 """
 
+import difflib
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,17 @@ _WANTED = ["config.json", "README.md", "*.safetensors", "*.safetensors.index.jso
 def is_id(text: str) -> bool:
     """Tell if this may be the id of a model on the Hub: user/name."""
     return _ID.fullmatch(text) is not None
+
+
+def others_there(path: Path) -> str:
+    """Say which models and runs lie where a missing one was looked for (or in runs/), the likeliest first."""
+    place = path.parent if path.parent != Path() else Path("runs")
+    if not place.is_dir():
+        return ""
+    names = sorted(p.name for p in place.iterdir() if (p / "config.json").is_file())
+    near = difflib.get_close_matches(path.name, names, n=1)
+    shown = ", ".join([*near, *(name for name in names if name not in near)][:8])
+    return f"{place} has {shown}{' and more' if len(names) > 8 else ''}" if names else ""
 
 
 def download(name: str, revision: str | None = None) -> Path:

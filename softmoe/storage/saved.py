@@ -163,9 +163,11 @@ def open_saved(where: str | Path, *, revision: str | None = None) -> SavedModel:
     if path.is_file():
         raise ValueError(f"{path} is a file; give the folder of a saved model")
     if not path.is_dir():
-        if hub.is_id(str(where)):
+        others = hub.others_there(path)
+        if hub.is_id(str(where)) and not others:
             return read_saved(hub.download(str(where), revision))
-        raise ValueError(f"there is no folder {path}; expected a saved model, a run, or a Hub id such as user/name")
+        expected = others or "expected a saved model, a run, or a Hub id such as user/name"
+        raise ValueError(f"there is no folder {path}; {expected}")
     for folder in (path, path / "model"):
         if is_saved(folder):
             return read_saved(folder)

@@ -1,8 +1,10 @@
 """Experiments that train several runs and compare them: the quickstart, and the paper's studies in `catalog`."""
 
+import ast
 import difflib
 import importlib
 import pkgutil
+from pathlib import Path
 from types import ModuleType
 
 
@@ -11,6 +13,14 @@ def names() -> list[str]:
     from softmoe.studies import catalog
 
     return sorted(module.name for module in pkgutil.iter_modules(catalog.__path__))
+
+
+def about(name: str) -> str:
+    """Return the question of a study, from its docstring, which is read and not run."""
+    from softmoe.studies import catalog
+
+    text = Path(catalog.__path__[0], f"{name}.py").read_text(encoding="utf-8")
+    return (ast.get_docstring(ast.parse(text)) or "").split("\n", 1)[0]
 
 
 def find(name: str) -> ModuleType:

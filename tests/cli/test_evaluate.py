@@ -48,7 +48,7 @@ def model(tmp_path):
 def test_table_json_and_file(model, data, tmp_path, capsys):
     """All images right; the JSON says the same as the table and is written where asked."""
     out = tmp_path / "eval.json"
-    assert main(["evaluate", str(model), str(data), "--classes", "--batch-size", "3", "--output", str(out)]) == 0
+    assert main(["evaluate", str(model), str(data), "--classes", "--batch-size", "3", "--out", str(out)]) == 0
     text = capsys.readouterr().out
     assert "top-1                      100.00%" in text
     assert [line.split() for line in text.splitlines()[-2:]] == [

@@ -33,7 +33,7 @@ def test_report_says_the_protocol(model, capsys):
 def test_json_with_all_evaluators(model, tmp_path, capsys):
     """Neighbors and probe come from the same features; every number has its origin beside it."""
     out = tmp_path / "fewshot.json"
-    assert main(["fewshot", str(model), DATA, *FEW, "--knn", "--linear", "--json", "--output", str(out)]) == 0
+    assert main(["fewshot", str(model), DATA, *FEW, "--knn", "--linear", "--json", "--out", str(out)]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report == json.loads(out.read_text())
     assert report["images"] == {DATA: {"train": 900, "test": 60}}

@@ -155,3 +155,29 @@ def test_no_threads(capsys):
     """A model cannot run on no threads."""
     assert main(["serve", "nothing", "--threads", "0"]) == 2
     assert "threads must be at least 1, got 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["serve", "doctor", "soup", "predict", "cost"])
+def test_every_command_takes_threads(command, capsys):
+    """--threads is among the options of all."""
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert "--threads" in capsys.readouterr().out
+
+
+def test_mistakes_and_help_do_not_wait_for_torch():
+    """A list of recipes, a usage error and a help text come before torch is loaded, for every command."""
+    words = [[name] for name in COMMANDS if name not in ("quickstart", "plan")]
+    words += [[name, "--help"] for name in COMMANDS] + [["train", "quickstrat"], ["study", "nothing"]]
+    code = f"""
+import contextlib, io, sys
+from softmoe.cli import main
+for words in {words}:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.suppress(SystemExit):
+            main(words)
+    assert "torch" not in sys.modules, words
+"""
+    environment = os.environ | {"PYTHONPATH": str(Path(softmoe.__file__).parent.parent)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -82,7 +82,7 @@ def test_zeroshot(model, tmp_path: Path, capsys: pytest.CaptureFixture):
     assert "(chance 0.96%)" in capsys.readouterr().out
     (tmp_path / "t.txt").write_text("a {}\n\nsome {}\n")
     out = tmp_path / "z.json"
-    assert main(["zeroshot", model, data, "--templates", str(tmp_path / "t.txt"), "--output", str(out), "--json"]) == 0
+    assert main(["zeroshot", model, data, "--templates", str(tmp_path / "t.txt"), "--out", str(out), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(out.read_text())
     assert json.loads(out.read_text())["templates"] == ["a {}", "some {}"]
 

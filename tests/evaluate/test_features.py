@@ -9,9 +9,9 @@ import torch
 
 from softmoe.data import Transform, TransformConfig, open_source
 from softmoe.evaluate.features import cache_key, extract, model_hash
-from softmoe.evaluate.fewshot import few_shot
 from softmoe.evaluate.inputs import FileSource, random_subset
 from softmoe.evaluate.probes import linear_probe, nearest_neighbors
+from softmoe.evaluate.ridge import few_shot
 from softmoe.models import create_model
 
 TRANSFORM = Transform(TransformConfig(image_size=16, crop="resize"), train=False)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from softmoe.evaluate.features import Features
-from softmoe.evaluate.fewshot import (
+from softmoe.evaluate.ridge import (
     L2_GRID,
     Ridge,
     choose_by_leave_one_out,
@@ -82,7 +82,7 @@ def test_leave_one_out_equals_the_loop(rows, dim, l2):
 
 def test_scores_in_chunks(monkeypatch):
     """Test features are handled in parts; the result is that of one product."""
-    monkeypatch.setattr(import_module("softmoe.evaluate.fewshot"), "_CHUNK", 7)
+    monkeypatch.setattr(import_module("softmoe.evaluate.ridge"), "_CHUNK", 7)
     train, test = blobs(6, 3, 5, 0), blobs(10, 3, 5, 1)
     ridge = Ridge.fit(train.vectors, train.labels, 3)
     z = (test.vectors - ridge.mean_D) / ridge.std_D

@@ -11,7 +11,7 @@ from two_towers import save
 
 from softmoe.data import open_source
 from softmoe.evaluate import load_towers, search
-from softmoe.evaluate.search import Hit, Hits, write_page
+from softmoe.evaluate.find import Hit, Hits, write_page
 
 
 @pytest.fixture(autouse=True)

@@ -58,6 +58,13 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
+def test_integers(name):
+    """Token ids are not tokens: they are embedded first."""
+    with pytest.raises(ValueError, match=r"vectors of real numbers, got torch.int64: embed indices first"):
+        LAYERS[name]()(torch.zeros(2, 5, 8, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("name", LAYERS)
 def test_tokens_and_masks(name):
     """Wrong rank, width, number of tokens or mask: expected and given shapes are said."""
     layer = LAYERS[name]()

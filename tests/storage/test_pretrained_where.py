@@ -1,6 +1,7 @@
 """Where a model may be: a folder, a run, a checkpoint, the Hub."""
 
 import json
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -72,6 +73,15 @@ def test_missing_folder(tmp_path):
     refused(tmp_path / "empty", "is not a saved model")
     (tmp_path / "empty" / "config.json").write_text('{"model_type": "vit"}')
     refused(tmp_path / "empty", "is not a saved model")
+
+
+def test_a_mistyped_run(tmp_path, monkeypatch, saved):
+    """Where there are runs, a name that is not among them gets their list and no error of the Hub."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("alpha", "finetune"):
+        shutil.copytree(saved, tmp_path / "runs" / name)
+    for where in ("runs/finetun", "finetun"):
+        refused(where, f"there is no folder {where}; runs has finetune, alpha")
 
 
 def test_hub_package_is_absent(monkeypatch):

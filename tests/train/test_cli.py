@@ -119,7 +119,7 @@ def test_what_goes_wrong_outside(error: Exception, words: str, monkeypatch, tmp_
     def fail(config):
         raise error
 
-    monkeypatch.setattr("softmoe.cli.train.train", fail)
+    monkeypatch.setattr("softmoe.train.train", fail)
     assert run(tmp_path) == 2
     assert words in capsys.readouterr().err
 
@@ -128,6 +128,6 @@ def test_what_goes_wrong_outside(error: Exception, words: str, monkeypatch, tmp_
 def test_exit_codes_of_stopped_runs(number: int, code: int, monkeypatch, tmp_path: Path, capsys):
     """As shells have it, 128 + the signal, with the command that continues."""
     result = Result(RunFolder(tmp_path / "x"), 5, {}, number)
-    monkeypatch.setattr("softmoe.cli.train.train", lambda config: result)
+    monkeypatch.setattr("softmoe.train.train", lambda config: result)
     assert run(tmp_path) == code
     assert f"to continue: softmoe train {tmp_path / 'x'}" in capsys.readouterr().out

@@ -22,14 +22,13 @@ What remains to be chosen is l2:
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from softmoe.evaluate.api import SHOTS, Protocol
 from softmoe.evaluate.features import Features
 
-Protocol = Literal["loo", "paper"]
-SHOTS = (1, 5, 10, 25)
 L2_GRID = tuple(2.0**i for i in range(-10, 20))
 BIAS = 100.0
 """The constant feature is so large that the penalty hardly touches its weight."""

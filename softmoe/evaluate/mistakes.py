@@ -1,0 +1,147 @@
+"""The mistakes of a classifier: which classes it takes for which, and the images of which it is most surely wrong.
+
+Letters: B images, C classes.
+"""
+
+import base64
+import heapq
+import io
+from collections import Counter
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from PIL import Image
+from torch import Tensor
+
+from softmoe import __version__
+from softmoe.data import BrokenImage, Source
+
+WORST = 16  # images
+SHOWN = 24  # classes of the picture
+THUMBNAIL = 128
+CELL, LETTER, LONGEST = 20, 6.6, 26
+
+
+class Mistakes:
+    """Count (label, predicted) pairs, and keep the wrong images with the highest confidence. Images with several labels
+    have no place in such a table and are left out."""
+
+    def __init__(self) -> None:
+        self.pairs: Counter[tuple[int, int]] = Counter()
+        self.worst: list[tuple[float, int, int, int]] = []
+
+    def add(self, indices: Tensor, labels: Tensor, logits_BC: Tensor) -> None:
+        if labels.ndim != 1:
+            return
+        best = logits_BC.float().softmax(1).max(1)
+        rows = zip(indices.tolist(), labels.tolist(), best.indices.tolist(), best.values.tolist(), strict=True)
+        for index, label, predicted, confidence in rows:
+            if label < 0:
+                continue
+            self.pairs[label, predicted] += 1
+            if label != predicted:
+                keep = heapq.heappush if len(self.worst) < WORST else heapq.heappushpop
+                keep(self.worst, (confidence, -index, label, predicted))
+
+    def to_dict(self, names: Sequence[str], source: Source) -> dict[str, Any]:
+        """Return the pairs, the most frequent first, and the worst images with a small picture of each."""
+        pairs = sorted(self.pairs.items(), key=lambda item: (-item[1], item[0]))
+        worst = [
+            {
+                **dict(zip(("image", "picture"), picture(source, -index), strict=True)),
+                "class": names[label],
+                "predicted": names[predicted],
+                "confidence": confidence,
+            }
+            for confidence, index, label, predicted in sorted(self.worst, reverse=True)
+        ]
+        counted = [{"class": names[a], "predicted": names[b], "images": n} for (a, b), n in pairs]
+        return {"confusions": counted, "worst": worst}
+
+
+def picture(source: Source, index: int) -> tuple[str, str]:
+    """Return the name of an image, and a small JPEG of it as a data address (empty if the file went away)."""
+    try:
+        example = source.read(index, THUMBNAIL)
+    except BrokenImage as error:
+        return str(error), ""
+    return example.name or f"image {index}", data_address(example.image, THUMBNAIL)
+
+
+def data_address(pixels: Any, side: int) -> str:
+    """Return an image, made small, as the address of a JPEG that is the address itself."""
+    small = Image.fromarray(pixels)
+    small.thumbnail((side, side))
+    buffer = io.BytesIO()
+    small.save(buffer, "JPEG", quality=85)
+    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def mistakes_section(report: dict[str, Any]) -> str:
+    """Return HTML for a page: the picture of confusions, the table of classes, the worst images. Names are escaped."""
+    rows = sorted(report["classes"], key=lambda row: row["right"] / row["images"] if row["images"] else 2.0)
+    wrong = [row for row in report.get("confusions", []) if row["class"] != row["predicted"]]
+    return _template("mistakes.html").render(
+        picture=confusion_picture(report),
+        shown=min(SHOWN, len(rows)),
+        classes=rows,
+        wrong=wrong[:10],
+        worst=report.get("worst", []),
+    )
+
+
+def write_page(report: dict[str, Any], path: Path, title: str) -> Path:
+    """Write one file that opens from disk: the numbers, the confusions, the classes and the worst images."""
+    text = _template("evaluation.html").render(
+        title=title, report=report, section=mistakes_section(report), version=__version__
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8", errors="replace")
+    return path
+
+
+def confusion_picture(report: dict[str, Any]) -> str:
+    """Return an SVG with a row for each class and a column for each prediction; of many classes those that are most
+    often mistaken."""
+    counts = {(row["class"], row["predicted"]): row["images"] for row in report.get("confusions", [])}
+    if not counts:
+        return ""
+    missed: Counter[str] = Counter()
+    for (label, predicted), images in counts.items():
+        if label != predicted:
+            missed[label] += images
+            missed[predicted] += images
+    names = [row["class"] for row in report["classes"]]
+    chosen = set(sorted(names, key=lambda name: -missed[name])[:SHOWN])
+    shown = [name for name in names if name in chosen]
+    total = {row["class"]: row["images"] for row in report["classes"]}
+    margin = 12 + LETTER * max(len(_short(name)) for name in shown)
+    cells = [
+        {
+            "x": margin + CELL * column,
+            "y": margin + CELL * row,
+            "share": images / max(1, total[label]),
+            "right": label == predicted,
+            "images": images,
+            "title": f"{label} taken for {predicted}: {images} of {total[label]}",
+        }
+        for row, label in enumerate(shown)
+        for column, predicted in enumerate(shown)
+        if (images := counts.get((label, predicted), 0))
+    ]
+    labels = [{"at": margin + CELL * (i + 0.5), "name": _short(name)} for i, name in enumerate(shown)]
+    return _template("confusions.svg").render(
+        cells=cells, labels=labels, margin=margin, cell=CELL, side=margin + CELL * len(shown) + 2
+    )
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= LONGEST else name[: LONGEST - 1] + "…"
+
+
+def _template(name: str) -> jinja2.Template:
+    text = files("softmoe.evaluate").joinpath(name).read_text(encoding="utf-8")
+    return jinja2.Environment(autoescape=True).from_string(text)

@@ -1,0 +1,109 @@
+"""The work of the commands for classifiers: evaluate, few-shot and predict."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from softmoe.data import Batch, Source, evaluation_batches, open_source
+from softmoe.evaluate.api import Evaluate, FewShot, Predict, as_list
+from softmoe.evaluate.classify import Beside, Prediction, Predictor, Unreadable, count, outputs_of
+from softmoe.evaluate.features import Features, Progress, extract
+from softmoe.evaluate.inputs import Loaded, NewLabels, find_images, load, match_classes, random_subset, read_labels
+from softmoe.evaluate.mistakes import Mistakes
+from softmoe.evaluate.probes import linear_probe, nearest_neighbors
+from softmoe.evaluate.ridge import few_shot
+
+
+def run_evaluate(options: Evaluate, progress: Progress | None = None) -> dict[str, Any]:
+    """Return named numbers and what they were measured on, as plain values for JSON."""
+    loaded = load(options.model, device=options.device, image_size=options.image_size, weights=options.weights)
+    judged = (
+        Beside(loaded.model, load(options.model, device=options.device).model) if options.agreement else loaded.model
+    )
+    outputs = outputs_of(loaded.model)
+    source = random_subset(open_source(options.data, options.split), options.examples)
+    if options.labels is None:
+        matched, how = match_classes(source, loaded.saved.classes, outputs)
+    else:
+        matched, how = NewLabels(source, read_labels(options.labels), loaded.class_names()), "file"
+    broken: list[tuple[str, str]] = []
+
+    def watched() -> Iterator[Batch]:
+        done = 0
+        for batch in evaluation_batches(matched, loaded.transform, options.batch_size, workers=options.workers):
+            broken.extend(batch.broken)
+            yield batch
+            done += len(batch) + len(batch.broken)
+            if progress is not None:
+                progress(done, len(matched))
+
+    mistakes = Mistakes()
+    totals = count(
+        judged,
+        watched(),
+        loss=options.loss,
+        see=lambda batch, logits_BC: mistakes.add(batch.indices, batch.labels, logits_BC),
+    )
+    names = loaded.saved.classes or matched.classes
+    return {
+        **_about(loaded, {options.data: matched}, split=options.split),
+        "weights": options.weights or "as saved",
+        "numbers": totals.numbers() | (judged.numbers() if isinstance(judged, Beside) else {}),
+        "images": totals.images,
+        "unlabeled": totals.unlabeled,
+        "unreadable": [{"image": name, "reason": reason} for name, reason in broken],
+        "multi_label": matched.multi_label,
+        "classes_matched_by": how,
+        "classes": totals.class_table(names),
+        **mistakes.to_dict(names, matched),
+        "calibration": totals.calibration_table(),
+    }
+
+
+def run_fewshot(options: FewShot, progress: Progress | None = None) -> dict[str, Any]:
+    """Accuracies by data and number of shots; nearest neighbors and a probe if asked."""
+    loaded = load(options.model, device=options.device, image_size=options.image_size)
+    sources = {name: (_part(options, name, "train"), _part(options, name, "test")) for name in as_list(options.data)}
+
+    def features(source: Source) -> Features:
+        return extract(loaded.model, source, loaded.transform, **options.feature_options(progress))
+
+    pairs = {name: (features(train), features(test)) for name, (train, test) in sources.items()}
+    found = few_shot(pairs, shots=options.shots, seeds=options.seeds, protocol=options.protocol)
+    report = {
+        **_about(loaded, {name: pair[1] for name, pair in sources.items()}, split=options.test_split),
+        "train_data": {name: pair[0].fingerprint for name, pair in sources.items()},
+        "images": {name: {"train": len(train), "test": len(test)} for name, (train, test) in pairs.items()},
+        "fewshot": found.to_dict(),
+    }
+    if options.knn:
+        report["knn"] = {name: nearest_neighbors(*pair) for name, pair in pairs.items()}
+    if options.linear:
+        report["linear_probe"] = {name: linear_probe(*pair) for name, pair in pairs.items()}
+    return report
+
+
+def _part(options: FewShot, name: str, part: str) -> Source:
+    """Open the training or the test images of a source."""
+    split, examples = getattr(options, f"{part}_split"), getattr(options, f"{part}_examples")
+    return random_subset(open_source(name, split), examples)
+
+
+def run_predict(options: Predict, progress: Progress | None = None) -> tuple[list[Prediction], list[Unreadable]]:
+    """Classes and features of what can be read, and what cannot."""
+    paths = find_images(as_list(options.images))
+    loaded = load(options.model, device=options.device, image_size=options.image_size, weights=options.weights)
+    predictor = Predictor(loaded, top=options.top)
+    found = list(predictor.predict_files(paths, batch_size=options.batch_size, workers=options.workers))
+    return [p for p in found if isinstance(p, Prediction)], [u for u in found if isinstance(u, Unreadable)]
+
+
+def _about(loaded: Loaded, data: dict[str, Source], *, split: str) -> dict[str, Any]:
+    """Return the facts that a number needs beside it to mean something later."""
+    return {
+        "model": str(loaded.saved.folder),
+        "model_fingerprint": loaded.saved.fingerprint,
+        "preprocessing": asdict(loaded.preprocessing),
+        "data": {name: source.fingerprint for name, source in data.items()},
+        "split": split,
+    }
