@@ -14,7 +14,7 @@ class Arguments(Printed, Evaluate):
 
     out: Path | None = None
     """Where the page (.html) or everything as JSON (.json) goes; evaluation.html in the run's folder, or here, if not
-    given, with a number if there is one."""
+    given (with a number if there is one), and nowhere with --json."""
     classes: bool = False
     """Print the table of classes."""
 
@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
     from softmoe.evaluate.mistakes import write_page
 
     told = table(report, classes=a.classes)
-    if a.out is None or a.out.suffix != ".json":
+    if not a.json if a.out is None else a.out.suffix != ".json":
         run = Path(a.model)
         place = a.out or unused((run if (run / "metrics.jsonl").is_file() else Path()) / "evaluation.html")
         told += f"\n{'page':<27}{write_page(report, place, f'{a.model} on {a.data}')}"

@@ -66,9 +66,9 @@ def parse(command: type[Command], argv: list[str], name: str) -> Command:
     return command(**values)
 
 
-def check_new(path: Path | None) -> None:
+def check_new(path: str | Path | None) -> None:
     """ValueError for a file that is there already."""
-    if path is not None and path.is_file():
+    if path is not None and Path(path).is_file():
         raise ValueError(f"{path} is there already: choose another --out, or remove it")
 
 

@@ -1,6 +1,7 @@
 """`softmoe evaluate`, from a saved model and files to a table and JSON."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -43,6 +44,24 @@ def model(tmp_path):
         model.head.bias.zero_()
     softmoe.save_pretrained(model, tmp_path / "model", classes=["dark", "light"])
     return tmp_path / "model"
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages go into the test's folder."""
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_page_is_never_written_over(model, data, tmp_path, capsys):
+    """A page by default, numbered if there is one; a file that was chosen must be new, which is said before the work."""
+    for name in ("evaluation.html", "evaluation_2.html"):
+        assert main(["evaluate", str(model), str(data)]) == 0
+        assert f"page                       {name}" in capsys.readouterr().out
+        assert "Classes, the weakest first" in (tmp_path / name).read_text()
+    assert main(["evaluate", str(tmp_path / "none"), str(data), "--out", "evaluation.html"]) == 2
+    assert capsys.readouterr().err == (
+        "softmoe: error: evaluation.html is there already: choose another --out, or remove it\n"
+    )
 
 
 def test_table_json_and_file(model, data, tmp_path, capsys):

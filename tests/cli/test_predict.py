@@ -1,5 +1,6 @@
 """`softmoe predict` on image files."""
 
+import csv
 import json
 
 import numpy as np
@@ -138,3 +139,18 @@ def test_prepared_weights(weights, images, tmp_path, capsys):
         assert [c["class"] for c in prepared["classes"]] == [c["class"] for c in plain["classes"]]
         shares = [[c["probability"] for c in row["classes"]] for row in (prepared, plain)]
         assert shares[0] == pytest.approx(shares[1], abs=2e-2)
+
+
+def test_table(model, images, tmp_path, capsys):
+    """--csv has a row for each image with classes and probabilities, and is never written over."""
+    path = tmp_path / "found.csv"
+    assert main(["predict", str(model), str(images), "--top", "2", "--csv", str(path)]) == 0
+    with path.open(newline="") as file:
+        header, *rows = csv.reader(file)
+    assert header == ["image", "class_1", "probability_1", "class_2", "probability_2"]
+    assert sorted(row[0] for row in rows) == sorted(str(images / name) for name in ("a.png", "b.jpg", "sub/c.png"))
+    for row in rows:
+        assert float(row[2]) == pytest.approx(float(expected(model, row[0]).max()), abs=1e-5)
+    capsys.readouterr()
+    assert main(["predict", str(model), str(images), "--csv", str(path)]) == 2
+    assert "is there already" in capsys.readouterr().err
