@@ -53,7 +53,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_page_is_never_written_over(model, data, tmp_path, capsys):
-    """A page by default, numbered if there is one; a file that was chosen must be new, which is said before the work."""
+    """A page by default, numbered if there is one; a file that was chosen must be new, said before the work."""
     for name in ("evaluation.html", "evaluation_2.html"):
         assert main(["evaluate", str(model), str(data)]) == 0
         assert f"page                       {name}" in capsys.readouterr().out
