@@ -12,13 +12,14 @@ from softmoe.cli.train import drive, take
 if TYPE_CHECKING:
     from softmoe.train import TrainConfig
 
-USAGE = """usage: softmoe finetune MODEL DATA [--image-size 384] [--dry-run] [--section.key value ...]
+USAGE = """usage: softmoe finetune MODEL DATA [--image-size 384] [--adapters] [--dry-run] [--section.key value ...]
 
 MODEL  a saved model, a run, a Hub id, or an .npz or .safetensors file of others' weights
 DATA   a folder with CLASS/* (a tenth is kept for validation) or with train/CLASS/* and val/CLASS/*, or a source as in
        training
 
 The head is new, positions are resampled to the image size (any, also HEIGHTxWIDTH), slots stay as they are.
+--adapters trains the head and narrow soft experts beside the MLPs, fewer than 5 % of the weights, and saves only them.
 softmoe finetune MODEL DATA --help lists every setting. A stopped run continues with the same command."""
 
 
@@ -35,6 +36,8 @@ def parse(model: str, data: str, argv: list[str]) -> tuple[TrainConfig, bool]:
     from softmoe.transfer import transfer_config
 
     size, rest = take(argv, "--image-size")
-    default = transfer_config(recipes.load("finetune"), model, image_size=parse_size(size) if size else None)
+    adapters, rest = "--adapters" in rest, [word for word in rest if word != "--adapters"]
+    image_size = parse_size(size) if size else None
+    default = transfer_config(recipes.load("finetune"), model, image_size=image_size, adapters=adapters)
     default = replace(default, data=replace(default.data, train=data))
     return parse_run(default, rest, "softmoe finetune MODEL DATA")

@@ -10,8 +10,8 @@ from torch import Tensor
 from softmoe.convert.timm import from_timm, read_tensors
 from softmoe.convert.vit import from_vit
 from softmoe.models import VisionTransformer, ViTConfig
-from softmoe.models.embed import LearnedPositions
 from softmoe.storage import from_pretrained
+from softmoe.storage.adapters import inherited
 
 SUFFIXES = (".npz", ".safetensors")
 _FUNCTION = ("patch_size", "width", "depth", "mlp_dim", "heads", "pool", "positions", "qk_norm", "activation")
@@ -55,21 +55,15 @@ def starting_weights(model: VisionTransformer, weights: str | Path, *, new_head:
     must be of the same shape but for image size and classes. Experts beside the MLPs of a dense model start anew."""
     source = read_model(weights)
     check_same_function(source.config, model.config, str(weights))
-    state, mine = dict(source.state_dict()), model.state_dict()
-    if source.config.moe is None and model.config.moe is not None:
-        state = {name: state.get(dense_name(name), value) for name, value in mine.items()}
-    if isinstance(model.positions, LearnedPositions):
-        assert isinstance(source.positions, LearnedPositions)
-        state["positions.table"] = source.positions(model.positions.grid)
+    state = model.state_dict() | inherited(model, source)
     if new_head:
-        state = {name: value for name, value in state.items() if not name.startswith("head.")}
-        state |= {name: value for name, value in mine.items() if name.startswith("head.")}
-    elif source.config.num_classes != model.config.num_classes:
+        return state
+    if source.config.num_classes != model.config.num_classes:
         raise ValueError(
             f"the head of {weights} has {source.config.num_classes or 'no'} classes, the data has "
             f"{model.config.num_classes or 'none'}: start with a new head (model.new_head)"
         )
-    return state
+    return state | {name: value for name, value in source.state_dict().items() if name.startswith("head.")}
 
 
 def check_same_function(old: ViTConfig, new: ViTConfig, name: str) -> None:
@@ -91,8 +85,3 @@ def weight_facts(config: ViTConfig) -> dict[str, Any]:
         facts |= {key: value for key, value in config.moe.to_dict().items() if key in _ROUTING}
         facts |= {"blocks": config.moe_blocks, "expert_dim": config.moe.hidden_dim(config.mlp_dim)}
     return facts
-
-
-def dense_name(name: str) -> str:
-    """Return the name that a parameter of an MLP with experts beside it has in the dense model."""
-    return name.replace(".mlp.mlp.", ".mlp.")

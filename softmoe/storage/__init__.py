@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from softmoe.storage import hub
+    from softmoe.storage.adapters import save_adapters
     from softmoe.storage.checkpoint import BrokenCheckpoint, Snapshot, read_checkpoint, write_checkpoint
     from softmoe.storage.pretrained import from_pretrained, load_saved, load_two_tower, save_pretrained, save_tensors
     from softmoe.storage.saved import Preprocessing, SavedModel, TokenizerFile, open_saved
@@ -24,6 +25,7 @@ __all__ = [
     "load_two_tower",
     "open_saved",
     "read_checkpoint",
+    "save_adapters",
     "save_pretrained",
     "save_tensors",
     "write_checkpoint",
@@ -35,7 +37,7 @@ def __getattr__(name: str) -> Any:
     if name == "hub":
         return import_module("softmoe.storage.hub")
     if name in __all__:
-        for home in ("checkpoint", "store", "saved", "pretrained"):  # each imports those before it
+        for home in ("checkpoint", "store", "saved", "adapters", "pretrained"):  # each imports those before it
             module = import_module(f"softmoe.storage.{home}")
             if hasattr(module, name):
                 return getattr(module, name)

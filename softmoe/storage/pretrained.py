@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from softmoe import __version__
 from softmoe.models.config import TwoTowerConfig
 from softmoe.models.two_tower import TwoTower
 from softmoe.models.vit import VisionTransformer
+from softmoe.storage.adapters import inherited, open_base
 from softmoe.storage.files import parse_json, read_json, whole_folder, write_bytes, write_json, write_text
 from softmoe.storage.hub import model_card
 from softmoe.storage.saved import (
@@ -86,10 +87,12 @@ def save_tensors(
     provenance: Mapping[str, Any] | None = None,
     tokenizer: TokenizerFile | None = None,
     max_shard_bytes: int = SHARD_BYTES,
+    rest: Collection[str] = (),
 ) -> SavedModel:
     """Save weights that come one by one, as `save_pretrained` does: `get(name)` is called once for each of `specs`.
 
-    So a model larger than the memory can be written, if its tensors can be made in turn.
+    So a model larger than the memory can be written, if its tensors can be made in turn. `rest` are names that are
+    left out, for a base has them.
     """
     target = Path(folder).expanduser()
     refuse_strangers(target)
@@ -97,7 +100,7 @@ def save_tensors(
     if (tokenizer is None) != (towers is None):
         raise ValueError("two towers are saved with their tokenizer, and a model for images alone has none")
     with torch.device("meta"):
-        check_specs(construct(architecture), specs, f"{target} was not written")
+        check_specs(construct(architecture), specs, f"{target} was not written", rest)
     if isinstance(preprocessing, Mapping):
         preprocessing = parse_preprocessing(preprocessing)
     names = None if classes is None else tuple(map(str, classes))
@@ -176,14 +179,22 @@ def load_two_tower(
 def load_whole(saved: SavedModel, device: str | torch.device, *, dtype: torch.dtype | None, verify: bool) -> Model:
     place = usable_device(device)
     check_files(saved.folder, saved.files, hashes=verify)
+    base = open_base(saved)
     with WeightFiles(saved.folder, saved.files) as weights:
-        check_depth(saved.architecture, weights.names, f"the weights in {saved.folder} do not fit its config.json")
+        if base is None:
+            check_depth(saved.architecture, weights.names, f"the weights in {saved.folder} do not fit its config.json")
         model = build_empty(saved)
-        specs = check_weights(saved, model, weights)
+        rest: Mapping[str, Tensor] = {}
+        if base is not None:
+            assert isinstance(model, VisionTransformer)
+            rest = inherited(model, load_saved(base, device, dtype=dtype, verify=verify))
+        specs = check_weights(saved, model, weights, rest)
         dtypes = {spec.dtype for spec in specs.values()}
         fill_buffers(model, place, dtype or (dtypes.pop() if len(dtypes) == 1 else None))
 
         def place_tensor(name: str) -> Tensor:
+            if name not in specs:
+                return rest[name]
             if place.type == "meta":
                 return torch.empty(specs[name].shape, dtype=dtype or specs[name].dtype, device="meta")
             tensor = weights.tensor(name)
@@ -209,7 +220,7 @@ def build_empty(saved: SavedModel) -> Model:
         raise ValueError(f"{saved.folder / 'config.json'} does not describe a model: {reason}") from error
 
 
-def check_weights(saved: SavedModel, model: nn.Module, weights: WeightFiles) -> dict[str, Spec]:
+def check_weights(saved: SavedModel, model: nn.Module, weights: WeightFiles, rest: Collection[str]) -> dict[str, Spec]:
     """Read types and shapes in the files. ValueError unless the index, config.json and the files tell the same of
     architecture, names, shapes and types; `model` is on the meta device, so none of it has cost memory."""
     folder = saved.folder
@@ -228,7 +239,7 @@ def check_weights(saved: SavedModel, model: nn.Module, weights: WeightFiles) -> 
             f"{look_up(expected, key)!r}, the weights say {look_up(written, key)!r}"
         )
     specs = {name: weights.spec(name) for name in weights.names}
-    check_specs(model, specs, f"the weights in {folder} do not fit its config.json")
+    check_specs(model, specs, f"the weights in {folder} do not fit its config.json", rest)
     counts = count_dtypes(specs.values())
     if saved.dtypes is not None and counts != saved.dtypes:
         raise ValueError(f"the weights in {folder} are of the types {counts}, but config.json says {saved.dtypes}")
@@ -248,15 +259,15 @@ def check_depth(architecture: Architecture, names: Iterable[str], failed: str) -
             raise ValueError(f"{failed}: the model needs {config.depth} blocks, but there are {len(found)} in the file")
 
 
-def check_specs(model: nn.Module, specs: Mapping[str, Spec], failed: str) -> None:
-    """ValueError unless names and shapes are exactly the model's, all of floating type."""
+def check_specs(model: nn.Module, specs: Mapping[str, Spec], failed: str, rest: Collection[str] = ()) -> None:
+    """ValueError unless names and shapes are exactly the model's but for `rest`, all of floating type."""
     wanted = model.state_dict()
-    missing, extra = sorted(wanted.keys() - specs.keys()), sorted(specs.keys() - wanted.keys())
+    missing, extra = sorted(wanted.keys() - specs.keys() - set(rest)), sorted(specs.keys() - wanted.keys())
     if missing or extra:
         what = "is missing" if missing else "is not part of the model"
         count = len(missing or extra)
         raise ValueError(f"{failed}: {(missing or extra)[0]} {what}" + (f" ({count} such)" if count > 1 else ""))
-    for name, tensor in wanted.items():
+    for name, tensor in ((name, wanted[name]) for name in specs):
         if specs[name].shape != tuple(tensor.shape):
             raise ValueError(f"{failed}: {name} is {specs[name].shape}, but the model needs {tuple(tensor.shape)}")
         if not specs[name].dtype.is_floating_point:

@@ -207,6 +207,8 @@ class TrainConfig:
         decay = self.optim.layer_decay
         if decay is not None and not 0.0 < decay <= 1.0:
             raise ValueError(f"optim.layer_decay must be above 0 and at most 1, got {decay}")
+        if self.model.adapters and self.model.weights is None:
+            raise ValueError("model.adapters stand beside the MLPs of a trained model: use softmoe finetune --adapters")
         self.check_text()
         if not _RUN_NAME.fullmatch(self.run_name):
             raise ValueError(

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from softmoe.data import open_source
+from softmoe.models import VisionTransformer
 from softmoe.storage import (
     Preprocessing,
     SavedModel,
     load_saved,
     load_two_tower,
     open_saved,
+    save_adapters,
     save_pretrained,
 )
 from softmoe.storage.checkpoint import STEP_NAME
@@ -179,14 +181,11 @@ def write_model(run: RunFolder) -> SavedModel:
     model = load_saved(checkpoint) if checkpoint.towers is None else load_two_tower(checkpoint)
     if not all(tensor.isfinite().all() for tensor in model.state_dict().values()):
         raise ValueError(f"{link} has weights that are not finite numbers, and is not made into a model")
-    return save_pretrained(
-        model,
-        run.path / "model",
-        preprocessing=checkpoint.preprocessing,
-        classes=named,
-        provenance=made,
-        tokenizer=checkpoint.tokenizer,
-    )
+    facts = {"preprocessing": checkpoint.preprocessing, "classes": named, "provenance": made}
+    if config.model.adapters and config.model.weights is not None:
+        assert isinstance(model, VisionTransformer)
+        return save_adapters(model, run.path / "model", config.model.weights, **facts)
+    return save_pretrained(model, run.path / "model", tokenizer=checkpoint.tokenizer, **facts)
 
 
 def join_parts(checkpoint: Path, config: TrainConfig, classes: Sequence[str], folder: Path) -> SavedModel:

@@ -8,7 +8,7 @@ from softmoe.models.config import LAYER_OPTIONS, option_names, router_options
 from softmoe.models.registry import SIZES
 from softmoe.storage.files import convert, from_dict, to_dict
 
-_NOT_SHAPE = ("name", "router", "weights", "new_head", "locked", "options")
+_NOT_SHAPE = ("name", "router", "weights", "new_head", "adapters", "locked", "options")
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,8 @@ class ModelSection:
     """A saved model to start from; positions are resampled to the new image size. The shape must be its own."""
     new_head: bool = True
     """With `weights`: the head starts anew. False keeps it, for data of the same classes."""
+    adapters: bool = False
+    """With `weights`: only the head and the experts beside the MLPs learn, and only they are saved."""
     locked: bool = False
     """With a text tower: the image tower stays as it is, and only the text learns (LiT)."""
     router: str | None = None

@@ -6,6 +6,7 @@ positions, class token and probe are in no rule.
 """
 
 import re
+from collections.abc import Set
 from dataclasses import replace
 
 import torch
@@ -19,10 +20,17 @@ HEAD = r"^head\.weight$"
 SCALE = r"router\.scale$"
 KERNEL = r"(^|\.)(proj|qkv|out|fc1|fc2|router|pre_logits|projection)\.weight$|\.experts\.w[12]$"
 LOCKED = (r"^image\.", 0.0)  # the image tower of two
+BESIDE = re.compile(r"^(.*\.mlp)\.(router|experts|mlp)\.")
+ADAPTERS = ((r"^head\.|\.mlp\.(router|experts)\.", 1.0), (r"", 0.0))
 
 
-def make_optimizer(model: nn.Module, config: OptimSection, *, locked: bool = False) -> torch.optim.Optimizer:
-    """`locked` leaves the image tower of two out."""
+def make_optimizer(
+    model: nn.Module, config: OptimSection, *, locked: bool = False, adapters: bool = False
+) -> torch.optim.Optimizer:
+    """Make AdamW or SGD. `locked` leaves the image tower of two out; `adapters` all but the head and the experts beside
+    MLPs, and what lr_patterns name."""
+    if adapters:
+        config = replace(config, lr_patterns=(*config.lr_patterns, *ADAPTERS))
     if locked:
         config = replace(config, lr_patterns=(LOCKED, *config.lr_patterns))
     groups = parameter_groups(model, config)
@@ -45,13 +53,14 @@ def parameter_groups(model: nn.Module, config: OptimSection) -> list[dict]:
         (KERNEL, config.kernel_decay),
     )
     names = [name for name, _ in model.named_parameters()]
+    beside = {match[1] for name in names if (match := BESIDE.match(name)) and match[2] == "mlp"}
     depth = 1 + max((int(match[1]) for name in names if (match := BLOCK.match(name))), default=-1)
     groups: dict[tuple[float, float], dict] = {}
     used: set[str] = set()
     for name, parameter in model.named_parameters():
         decay, pattern = first_match(decay_rules, name, 0.0)
         factor, factor_pattern = first_match(config.lr_patterns, name, 1.0)
-        factor *= 1.0 if config.layer_decay is None else config.layer_decay ** layers_above(name, depth)
+        factor *= 1.0 if config.layer_decay is None else config.layer_decay ** layers_above(name, depth, beside)
         used |= {pattern, factor_pattern}
         if factor == 0.0:
             parameter.requires_grad_(False)
@@ -69,8 +78,14 @@ def parameter_groups(model: nn.Module, config: OptimSection) -> list[dict]:
     return list(groups.values())
 
 
-def layers_above(name: str, depth: int) -> int:
-    """How many steps below the head a parameter is: 0 after the last block, 1 in it, depth + 1 before the first."""
+def layers_above(name: str, depth: int, beside: Set[str] = frozenset()) -> int:
+    """How many steps below the head a parameter is: 0 after the last block, 1 in it, depth + 1 before the first.
+
+    Experts `beside` a kept MLP are new as the head is, and learn at its rate.
+    """
+    new = BESIDE.match(name)
+    if new and new[1] in beside and new[2] != "mlp":
+        return 0
     match = BLOCK.match(name)
     return depth - int(match[1]) if match else depth + 1 if BELOW.match(name) else 0
 

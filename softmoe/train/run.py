@@ -165,7 +165,7 @@ def build(
             data = FeatureData.of(data, model.image, extract)
     recording = Recording(model)  # before compiling, which looks at the hooks
     average = None if config.ema is None else Average(model, config.ema, twin)  # a copy, before any hook
-    optimizer = make_optimizer(model, config.optim, locked=config.model.locked)
+    optimizer = make_optimizer(model, config.optim, locked=config.model.locked, adapters=config.model.adapters)
     report = accelerate.apply(model, optimizer)
     progress.report(str(report))
     if objective is None:

@@ -14,20 +14,51 @@ from softmoe.convert.files import read_model
 from softmoe.models import ViTConfig
 from softmoe.models.registry import SIZES
 from softmoe.storage import open_saved
+from softmoe.storage.adapters import facts_of_base
 from softmoe.train.config import ModelSection, TrainConfig
+
+ADAPTER_RATE = 5.0
+"""Times the rate of a whole model: only new weights learn, and none that was trained can be lost."""
 
 
 def transfer_config(
-    config: TrainConfig, weights: str | Path, *, image_size: int | tuple[int, int] | None = None
+    config: TrainConfig,
+    weights: str | Path,
+    *,
+    image_size: int | tuple[int, int] | None = None,
+    adapters: bool = False,
 ) -> TrainConfig:
-    """`config` with the shape and the weights of a saved model, for images of this size (None: the model's)."""
+    """`config` with the shape and the weights of a saved model, for images of this size (None: the model's).
+
+    With `adapters` all weights stay as they are but the head and experts beside the MLPs, which are added to a model
+    that has none: 16 of hidden width D / 32 in half of the blocks, fewer than 5 % of the weights of a ViT.
+    """
     shape = read_model(weights, device="meta").config
     size = shape.image_size if image_size is None else image_size
+    section = section_of(shape)
+    if adapters:
+        section = replace(section_with_adapters(section, shape, weights), adapters=True)
+        config = replace(config, schedule=replace(config.schedule, peak=ADAPTER_RATE * config.schedule.peak))
     return replace(
         config,
-        model=replace(section_of(shape), weights=str(weights), new_head=config.model.new_head),
+        model=replace(section, weights=str(weights), new_head=config.model.new_head),
         data=replace(config.data, transform=replace(config.data.transform, image_size=size)),
     )
+
+
+def section_with_adapters(section: ModelSection, shape: ViTConfig, weights: str | Path) -> ModelSection:
+    if Path(weights).is_file():
+        raise ValueError(
+            f"adapters are saved beside the name of a saved model, and {weights} is a file of others' weights: make a "
+            f"model of it with `softmoe upcycle {weights} --out base`, then `softmoe finetune base DATA --adapters`"
+        )
+    facts_of_base(weights)  # refuses a folder of adapters
+    if shape.moe is None:
+        width = max(1, shape.width // 32)
+        return section.change(router="soft", num_experts=16, expert_dim=width, keep_mlp=True)
+    if not shape.moe.keep_mlp:
+        raise ValueError(f"adapters stand beside MLPs, and {weights} has experts in their place: leave out --adapters")
+    return section
 
 
 def locked_config(config: TrainConfig, image: str | Path) -> TrainConfig:

@@ -122,6 +122,8 @@ def common_specs(models: Sequence[SavedModel]) -> dict[str, Spec]:
     """Type and shape of every tensor, the same in all models."""
     first: dict[str, Spec] = {}
     for saved in models:
+        if "base" in saved.provenance:
+            raise ValueError(f"{saved.folder} holds adapters, and only whole models can be averaged")
         with WeightFiles(saved.folder, saved.files) as weights:
             specs = {name: weights.spec(name) for name in weights.names}
         first = first or specs

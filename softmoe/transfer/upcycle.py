@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from softmoe.budget import cost
-from softmoe.convert.files import dense_name
 from softmoe.models import MoEConfig, VisionTransformer
 from softmoe.models.transformer import MLP, Block
 from softmoe.moe import Experts, ExpertsBeside, MoE
 from softmoe.moe.record import evaluating
+from softmoe.storage.adapters import dense_name
 from softmoe.transfer.upcycle_routers import WAYS, can_start_near, refine, start_near
 
 INITS = ("beside", "copy", *WAYS, "closest")

@@ -101,6 +101,39 @@ def test_finetune_and_soup(dense: Path, tmp_path: Path, monkeypatch, capsys):
     assert open_saved("greedy").provenance["soup"] == "greedy"
 
 
+@pytest.mark.parametrize("upcycled", [False, True])
+def test_adapters(dense: Path, tmp_path: Path, monkeypatch, capsys, upcycled: bool):
+    """A small folder beside the base, dense or upcycled, that other commands take; all else is the base's."""
+    monkeypatch.chdir(tmp_path)
+    base = dense
+    if upcycled:
+        assert main(["upcycle", str(dense), "--experts", "2", "--expert-dim", "3", "--out", "base"]) == 0
+        base = Path("base")
+    command = ["finetune", str(base), "shapes?size=16", "--adapters", "--run-name", "a", "--schedule.peak", "0.1"]
+    assert main([*command, *QUICK, "--evaluation.every", "2"]) == 0  # experts learn once the head is not zero
+    saved = open_saved("runs/a")
+    assert saved.config.moe is not None
+    assert (saved.config.moe.keep_mlp, saved.config.moe.num_experts) == (True, 2 if upcycled else 16)
+    trained, start = from_pretrained("runs/a"), from_pretrained(dense)
+    kept = trained.state_dict()["encoder.blocks.1.mlp.mlp.fc1.weight"]
+    assert torch.equal(kept, start.state_dict()["encoder.blocks.1.mlp.fc1.weight"])
+    assert trained.encoder.blocks[1].mlp.experts.w2.abs().sum() > 0
+    capsys.readouterr()
+    assert main(["evaluate", "runs/a", "shapes?size=16", "--examples", "12"]) == 0
+    assert "top1" in capsys.readouterr().out
+
+
+def test_adapters_mistakes(dense: Path, tmp_path: Path, capsys):
+    """A file of weights has no name to be saved beside; experts in the place of MLPs have nothing beside them."""
+    assert main(["upcycle", str(dense), "--init", "copy", "--experts", "2", "--out", str(tmp_path / "soft")]) == 0
+    for model, words in (
+        (dense / "model.safetensors", "make a model of it with"),
+        (tmp_path / "soft", "in their place"),
+    ):
+        assert main(["finetune", str(model), "shapes?size=16", "--adapters"]) == 2
+        assert words in capsys.readouterr().err
+
+
 def test_finetune_dry_run_and_mistakes(dense: Path, tmp_path: Path, monkeypatch, capsys):
     """The plan without the run; a model and data are needed; greedy needs data."""
     monkeypatch.chdir(tmp_path)
