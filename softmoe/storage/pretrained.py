@@ -267,7 +267,7 @@ def check_specs(model: nn.Module, specs: Mapping[str, Spec], failed: str, rest: 
         what = "is missing" if missing else "is not part of the model"
         count = len(missing or extra)
         raise ValueError(f"{failed}: {(missing or extra)[0]} {what}" + (f" ({count} such)" if count > 1 else ""))
-    for name, tensor in ((name, wanted[name]) for name in specs):
+    for name, tensor in ((name, tensor) for name, tensor in wanted.items() if name in specs):
         if specs[name].shape != tuple(tensor.shape):
             raise ValueError(f"{failed}: {name} is {specs[name].shape}, but the model needs {tuple(tensor.shape)}")
         if not specs[name].dtype.is_floating_point:

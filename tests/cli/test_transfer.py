@@ -120,7 +120,7 @@ def test_adapters(dense: Path, tmp_path: Path, monkeypatch, capsys, upcycled: bo
     assert trained.encoder.blocks[1].mlp.experts.w2.abs().sum() > 0
     capsys.readouterr()
     assert main(["evaluate", "runs/a", "shapes?size=16", "--examples", "12"]) == 0
-    assert "top1" in capsys.readouterr().out
+    assert "top-1" in capsys.readouterr().out
 
 
 def test_adapters_mistakes(dense: Path, tmp_path: Path, capsys):
