@@ -9,7 +9,7 @@ from importlib import import_module
 
 GROUPS = {
     "Start here": {
-        "quickstart": "train a small Soft MoE and its dense twin on generated images, and compare them",
+        "quickstart": "train a small Soft MoE, its controls and its dense twin, and compare them",
         "train": "train a model from a recipe: softmoe train small_data --data photos",
         "finetune": "train a saved model on other classes, at any image size",
         "predict": "the likeliest classes of images in files",

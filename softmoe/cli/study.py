@@ -17,7 +17,7 @@ class Arguments:
     scale: Literal["tiny", "small", "paper"] = "small"
     """tiny: seconds, on generated images; small: 45 seconds a run on one core; paper: as the paper did it."""
     recipe: str | None = None
-    """A recipe whose model, data and settings are studied instead of a scale's, for example characters."""
+    """A recipe whose model, data and settings are studied instead of a scale's, for example quickstart."""
     data: str | None = None
     """Training data: a folder with train/CLASS/* and val/CLASS/*, or a source as in training."""
     transfer: str | None = None

@@ -25,10 +25,17 @@ from softmoe.storage.files import flatten
 COLUMNS = ("run", "parameters", "MFLOP/image", "steps", "images", "TFLOP", "seconds", "top-1 %", "top-5 %", "loss")
 
 
-def write_report(runs: list[RunRecord], path: Path, *, title: str | None = None, lead: tuple[str, ...] = ()) -> Path:
-    """Write the page. Names come from files: everything is escaped."""
+def write_report(
+    runs: list[RunRecord],
+    path: Path,
+    *,
+    title: str | None = None,
+    lead: tuple[str, ...] = (),
+    figures: tuple[tuple[str, Any], ...] = (),
+) -> Path:
+    """Write the page; `figures` are (title, drawing) pairs to stand first. Names come from files: all are escaped."""
     page = jinja2.Environment(autoescape=True).from_string(files("softmoe.report").joinpath("page.html").read_text())
-    figures = [(run.name, router_health(run)) for run in runs]
+    health = [(run.name, router_health(run)) for run in runs]
     text = page.render(
         title=title or "Runs: " + ", ".join(run.name for run in runs),
         lead=lead,
@@ -36,10 +43,11 @@ def write_report(runs: list[RunRecord], path: Path, *, title: str | None = None,
         summary=summary_table(runs),
         curves=as_svg(comparison(runs)),
         differences=differences(runs) if len(runs) > 1 else [],
-        health=[(name, as_svg(figure)) for name, figure in figures if figure is not None],
+        figures=[(name, as_svg(figure)) for name, figure in figures],
+        health=[(name, as_svg(figure)) for name, figure in health if figure is not None],
         fewshot=fewshot_table(runs),
         mistakes=[(run.name, section) for run in runs if (section := mistakes_of(run))],
-        inside=[(run.name, figures) for run in runs if (figures := inspection_figures(run))],
+        inside=[(run.name, found) for run in runs if (found := inspection_figures(run))],
         folders=[(run.name, str(run.folder)) for run in runs],
         version=__version__,
     )

@@ -18,14 +18,16 @@ NAMES = {
     "uniform": "Uniform",
     "identity": "Identity",
     "placed": "with a place",
+    "one": "one expert, as many slots",
 }
 COLORS = {
     "soft": "#3b6fb6",
     "dense": "#c8403a",
     "tokens_choice": "#3f9455",
     "experts_choice": "#e0862e",
+    "one": "#7f7f7f",
 }
-"""As in the paper: Soft MoE blue, dense red, Tokens Choice green, Experts Choice orange."""
+"""As in the paper: Soft MoE blue, dense red, Tokens Choice green, Experts Choice orange. Our control is gray."""
 ROUTING = {"Soft MoE": "soft", "Dense": "dense", "Tokens Choice": "tokens_choice", "Experts Choice": "experts_choice"}
 """The paper's words in its tables."""
 PAPER_QUALITY = {"top1": "JFT precision at 1 (%)", "10shot": "ImageNet 10-shot (%)"}

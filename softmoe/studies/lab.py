@@ -94,6 +94,10 @@ class Lab:
         config = replace(self.base, model=self.base.model.change(**set_anew))
         return config if peak is None else replace(config, schedule=replace(config.schedule, peak=peak))
 
+    def one_expert(self, **changes: Any) -> TrainConfig:
+        """Return Soft MoE with one expert that has all slots: the control of what experts give."""
+        return self.config("soft", num_experts=1, slots_per_expert=self.slots, **changes)
+
     def over_seeds(self, config: TrainConfig, **labels: Any) -> Iterator[Cell]:
         for seed in range(self.seeds):
             yield Cell(labels, seed, Training(replace(config, seed=seed)))

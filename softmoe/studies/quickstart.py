@@ -1,7 +1,10 @@
-"""The first thing to run: a small Soft MoE and its dense twin on `shapes`, at equal FLOPs, side by side."""
+"""The first thing to run: a small Soft MoE on `characters` beside its controls and its dense twin, and a page on what
+slots, experts and a place give."""
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from softmoe.data import Transform, open_source
 from softmoe.evaluate.inputs import random_subset
@@ -10,10 +13,26 @@ from softmoe.recipes import quickstart, quickstart_dense
 from softmoe.report import RunRecord, load_run, write_report
 from softmoe.report.runs import comparison, save_png
 from softmoe.storage import from_pretrained
-from softmoe.train import TrainConfig, train
-from softmoe.train.folder import write_model
+from softmoe.studies.catalog.controls import CLAIMS, METHODS, draw_gains
+from softmoe.studies.driver import Store, execute, outcome_text
+from softmoe.studies.jobs import Job, Stopped, Training
+from softmoe.studies.results import Row, Table
+from softmoe.train import TrainConfig
+from softmoe.train.folder import RunFolder, write_model
 
-TITLE = "A small Soft MoE and its dense twin"
+TITLE = "A small Soft MoE, its controls and its dense twin"
+LEAD = (
+    "A thousand characters, drawn from fonts without end; a model too narrow to know them all. Every model sees the "
+    "same pictures in the same order. Those with slots have as many slots as tokens, so a step costs what a dense one "
+    "costs; the dense model has a quarter more steps, so a fifth more FLOPs than the others."
+)
+NAMES = {  # of the runs, and the methods of the study `controls` that they are
+    "quickstart_dense": "dense",
+    "quickstart_one_expert": "one",
+    "quickstart_soft": "soft",
+    "quickstart_placed_one_expert": "placed one",
+    "quickstart": "placed",
+}
 
 
 @dataclass(frozen=True)
@@ -21,31 +40,101 @@ class Quickstart:
     """The results of the quickstart. `records` is empty when a signal ended it early; calling again goes on."""
 
     records: list[RunRecord]
+    findings: tuple[str, ...] = ()
+    """What slots, experts and a place gave, a sentence each."""
     curves: Path | None = None
+    gains: Path | None = None
     report: Path | None = None
     inside: Path | None = None
 
 
-def run_quickstart(runs: Path, *, seed: int = 0, tiny: bool = False) -> Quickstart:
-    """Train both, or go on where an earlier call was stopped, and write curves.png and report.html."""
-    records, inside = [], None
-    for module in (quickstart, quickstart_dense):
-        config = placed(module.tiny() if tiny else module.recipe(), runs, module.__name__.rsplit(".", 1)[1], seed)
-        print(f"training {config.run_name}", flush=True)
-        result = train(config)
-        if result.signal is not None:
-            return Quickstart([])
-        write_model(result.folder)
-        if not records:
-            inside = look_inside(config, result.folder.path, images=4 if tiny else 256)
-        records.append(load_run(result.folder.path))
-    lead = (
-        "Both models cost the same FLOPs to train and see the same stream of generated images. "
-        "Curves against computation and time: higher, and further to the left, is better.",
+def run_quickstart(runs: Path, *, seed: int = 0, tiny: bool = False, jobs: int | None = None) -> Quickstart:
+    """Train all models, `jobs` at a time (None: one a core), or go on where an earlier call was stopped.
+
+    Writes two pictures and a page.
+    """
+    configs = models(runs, seed, tiny)
+    jobs = min(jobs or os.cpu_count() or 1, len(configs))
+    print(f"training {len(configs)} models, {jobs} at a time", flush=True)
+    numbers: dict[str, dict[str, float]] = {}
+    try:
+        for job, outcome in execute([Training(config) for config in configs], Named(runs), jobs):
+            name = job.config.run_name  # pyright: ignore[reportAttributeAccessIssue]
+            print(f"  [{len(numbers) + 1}/{len(configs)}] {name}: {outcome_text(outcome)}", flush=True)
+            if isinstance(outcome, str):
+                raise ValueError(f"the run {name} {outcome_text(outcome)}")
+            numbers[name] = outcome
+    except (Stopped, KeyboardInterrupt):
+        return Quickstart([])
+    return conclude(configs, numbers, runs, images=4 if tiny else 256)
+
+
+@dataclass(frozen=True)
+class Named(Store):
+    """Runs in folders of their own names, judged by what the loop says: one that is done is not trained again."""
+
+    def folder(self, job: Job) -> Path:
+        assert isinstance(job, Training)
+        return self.out / job.config.run_name
+
+    def work(self, job: Job) -> dict[str, float]:
+        return job.run(self.folder(job))
+
+
+def models(runs: Path, seed: int, tiny: bool) -> list[TrainConfig]:
+    """The settings of all runs, the one to look inside last."""
+    flagship, dense = (module.tiny() if tiny else module.recipe() for module in (quickstart, quickstart_dense))
+    slots = flagship.model.resolve(None, quickstart.IMAGE).moe.num_experts  # pyright: ignore[reportOptionalMemberAccess]
+    one = {"num_experts": 1, "slots_per_expert": slots}
+    changes: dict[str, dict[str, Any]] = {
+        "one": {"router": "soft", **one},
+        "soft": {"router": "soft"},
+        "placed one": one,
+        "placed": {},
+    }
+    found = []
+    for name, method in NAMES.items():
+        config = dense if method == "dense" else replace(flagship, model=flagship.model.change(**changes[method]))
+        named = replace(config, runs=str(runs), run_name=name if seed == 0 else f"{name}_seed{seed}", seed=seed)
+        found.append(replace(named, threads=1, log=replace(config.log, quiet=True)))
+    return found
+
+
+def conclude(configs: list[TrainConfig], numbers: dict[str, dict[str, float]], runs: Path, images: int) -> Quickstart:
+    for config in configs:
+        write_model(RunFolder.of(config))
+    flagship = configs[-1]
+    inside = look_inside(flagship, runs / flagship.run_name, images)
+    table = Table(
+        tuple(
+            Row({"method": method}, config.seed, numbers[config.run_name])
+            for config, method in zip(configs, NAMES.values(), strict=True)
+        )
     )
-    picture = save_png(comparison(records), runs / "quickstart.png")
-    page = write_report(records, runs / records[0].name / "report.html", title=TITLE, lead=lead)
-    return Quickstart(records, picture, page, inside)
+    findings = tuple(sentences(table))
+    records = [load_run(runs / config.run_name) for config in configs]
+    curves = save_png(comparison(records), runs / "quickstart.png")
+    gains = save_png(draw_gains(table), runs / "quickstart_gains.png")
+    page = write_report(
+        records,
+        runs / flagship.run_name / "report.html",
+        title=TITLE,
+        lead=(LEAD, *findings),
+        figures=(("What slots, experts and a place give", draw_gains(table)),),
+    )
+    return Quickstart(records, findings, curves, gains, page, inside)
+
+
+def sentences(table: Table) -> list[str]:
+    """Say what each part gave, those that took something away alike."""
+    found = []
+    for first, second, what in CLAIMS:
+        gain = table.where(method=first).minus(table.where(method=second), "top1")
+        if gain is not None:
+            means = [table.where(method=method).mean("top1") for method in (first, second)]
+            names = f"{METHODS[first]} {means[0]:.1f} %, {METHODS[second]} {means[1]:.1f} %"
+            found.append(f"{what[0].upper()}{what[1:]}: {gain.mean:+.1f} points ({names}; one seed)")
+    return found
 
 
 def look_inside(config: TrainConfig, folder: Path, images: int) -> Path:
@@ -57,7 +146,3 @@ def look_inside(config: TrainConfig, folder: Path, images: int) -> Path:
     about = {"data": config.data.train, "split": config.data.val_split}
     write_inspection([seen], folder, title=f"Inside {config.run_name}", about=about)
     return folder / "inspect.html"
-
-
-def placed(config: TrainConfig, runs: Path, name: str, seed: int) -> TrainConfig:
-    return replace(config, runs=str(runs), run_name=name if seed == 0 else f"{name}_seed{seed}", seed=seed)

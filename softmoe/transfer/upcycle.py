@@ -227,7 +227,7 @@ def fit_routers(
     dense: VisionTransformer, model: VisionTransformer, images: Tensor, init: str, report: Callable[[str], None]
 ) -> None:
     """Set the routers layer after layer, each on the tokens that reach it through the layers already set."""
-    x_BMD = encoder_input(model, images)
+    x_BMD, grid = encoder_input(model, images), model.embed.grid(images.shape[2], images.shape[3])
     for index, block in enumerate(model.encoder.blocks):
         assert isinstance(block, Block)
         x_BMD = x_BMD + block.attention(block.norm1(x_BMD))
@@ -242,7 +242,7 @@ def fit_routers(
             start_near(block.mlp, mlp, normed_BMD, tuple(WAYS) if init == "closest" else (init,))
             if init == "closest":
                 refine(block.mlp, mlp, normed_BMD)
-        x_BMD = x_BMD + block.mlp(normed_BMD)
+        x_BMD = x_BMD + (block.mlp(normed_BMD, None, grid) if isinstance(block.mlp, MoE) else block.mlp(normed_BMD))
 
 
 def encoder_input(model: VisionTransformer, images: Tensor) -> Tensor:
@@ -284,7 +284,7 @@ def random_images(model: VisionTransformer) -> Tensor:
 @torch.no_grad()
 def distance(dense: VisionTransformer, other: VisionTransformer, images: Tensor, *, real: bool = True) -> Distance:
     """Compare `other` (upcycled from `dense`) with it, in evaluation mode."""
-    layers = dict.fromkeys(other.config.moe_blocks, 0.0)
+    layers, grid = dict.fromkeys(other.config.moe_blocks, 0.0), dense.embed.grid(images.shape[2], images.shape[3])
     seen: dict[int, tuple[Tensor, Tensor]] = {}
     hooks = [
         dense.encoder.blocks[index].mlp.register_forward_hook(keep(seen, index))  # pyright: ignore
@@ -294,7 +294,7 @@ def distance(dense: VisionTransformer, other: VisionTransformer, images: Tensor,
         with evaluating(dense, other):
             ours, theirs = (model.forward_features(images) for model in (dense, other))
             for index, (given, output) in seen.items():
-                layers[index] = relative(other.encoder.blocks[index].mlp(given), output)  # pyright: ignore
+                layers[index] = relative(other.encoder.blocks[index].mlp(given, None, grid), output)  # pyright: ignore
     finally:
         for hook in hooks:
             hook.remove()

@@ -33,9 +33,9 @@ def model(tmp_path):
     return tmp_path / "model", made
 
 
-@pytest.mark.parametrize("name", ["soft_ti8_4e2p", "tokens_choice_ti8_4e", "vit_ti8", "beside"])
+@pytest.mark.parametrize("name", ["soft_ti8_4e2p", "placed_ti8_4e2p", "tokens_choice_ti8_4e", "vit_ti8", "beside"])
 def test_torch_export(name, tmp_path):
-    """Soft, dense, sparse, and experts beside the MLP: the file gives the model's outputs at any batch size."""
+    """Soft, placed, dense, sparse, and experts beside the MLP: the file gives the model's outputs at any batch size."""
     model = tiny("soft_ti8_4e", expert_dim=3, keep_mlp=True) if name == "beside" else tiny(name)
     made = export(model, tmp_path / "m.pt2", "torch-export", preprocessing=HERE, classes=NAMES)
     assert max(made.differences.values()) < 1e-5
@@ -49,12 +49,14 @@ def test_torch_export(name, tmp_path):
     assert facts["preprocessing"]["image_size"] == [32, 32]
 
 
-@pytest.mark.parametrize("pool", ["mean", "attention"])
-def test_onnx(pool, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "pool"), [("soft_ti8_4e", "mean"), ("soft_ti8_4e", "attention"), ("placed_ti8_4e2p", "class")]
+)
+def test_onnx(name, pool, tmp_path):
     """ONNX Runtime gives the model's outputs at batch sizes the file was not made with."""
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    model = tiny(pool=pool)
+    model = tiny(name, pool=pool)
     made = export(model, tmp_path / "m.onnx", "onnx", preprocessing=HERE)
     assert max(made.differences.values()) < 1e-4
     session = onnxruntime.InferenceSession(str(made.path), providers=["CPUExecutionProvider"])

@@ -11,7 +11,6 @@ from softmoe.cli import main
 from softmoe.recipes import quickstart, quickstart_dense
 from softmoe.report import differences, load_run, summary_table, table_text, write_report
 from softmoe.report.runs import as_svg, comparison, router_health
-from softmoe.studies.quickstart import placed
 from softmoe.train import train
 
 
@@ -21,8 +20,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     names = {"soft <script>alert(1)<": quickstart, "dense": quickstart_dense}
     folders = []
     for name, module in names.items():
-        config = placed(module.tiny(), folder, "run", 0)
-        config = replace(config, run_name="plain", log=replace(config.log, every=1))
+        config = module.tiny()
+        config = replace(config, runs=str(folder), run_name="plain", log=replace(config.log, every=1))
         folders.append(train(config).folder.path.rename(folder / name))  # as somebody may rename a folder later
     return folders
 

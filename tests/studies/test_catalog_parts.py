@@ -104,12 +104,14 @@ def test_controls_take_one_thing_away_at_a_time() -> None:
     lab = make_lab("small")
     shapes = {c.labels["method"]: c.job.config.model.resolve(10, lab.image_size) for c in controls.cells(lab)}  # pyright: ignore[reportAttributeAccessIssue]
     moe = {method: shape.moe for method, shape in shapes.items()}
-    assert moe.pop("dense") is None
+    for method in controls.RATES:
+        assert moe.pop(method) is None
     assert {layer.num_experts for method, layer in moe.items() if "one" not in method and " " not in method} == {16}
     assert shapes["placed one"].moe.num_experts == 1
-    for method in ("soft", "one", "4 experts"):
-        assert cost(shapes[method]).forward_flops == cost(shapes["soft"]).forward_flops
-    assert cost(shapes["one"]).params < cost(shapes["4 experts"]).params < cost(shapes["soft"]).params
+    for router, ladder in (("soft", ("one", "4 experts")), ("placed", ("placed one", "4 placed experts"))):
+        prices = [cost(shapes[method]) for method in (*ladder, router)]
+        assert len({price.forward_flops for price in prices}) == 1
+        assert prices[0].params < prices[1].params < prices[2].params
 
 
 def test_waterfall_adds_up() -> None:
@@ -128,11 +130,11 @@ def test_waterfall_adds_up() -> None:
 
 def test_a_lab_around_a_recipe() -> None:
     """The dense twin has no experts and everything else of the recipe; soft experts are the recipe's own."""
-    config, lab = load("characters"), make_lab("small", recipe="characters", seeds=2)
+    config, lab = load("quickstart"), make_lab("small", recipe="quickstart", seeds=2)
     size = config.data.transform.image_size
     assert lab.base.model.resolve(7, size) == replace(config.model.resolve(7, size), moe=None)
-    assert lab.config("soft").model.resolve(7, size) == config.model.resolve(7, size)
+    assert lab.config("placed").model.resolve(7, size) == config.model.resolve(7, size)
     assert (lab.base.steps, lab.base.optim, lab.seeds, lab.slots) == (config.steps, config.optim, 2, 16)
-    assert make_lab("small", "shapes", steps=5, recipe="characters").base.data.train == "shapes"
+    assert make_lab("small", "shapes", steps=5, recipe="quickstart").base.data.train == "shapes"
     with pytest.raises(ValueError, match="has no soft experts"):
         make_lab("small", recipe="quickstart_dense")

@@ -44,6 +44,18 @@ def test_the_identity_router_gives_the_dense_model(pool):
     assert "that token alone" in str(start.distance)
 
 
+def test_slots_with_a_strong_place_give_the_dense_model():
+    """A slot for every token that leans to that token's place alone: equal but for rounding, and told so."""
+    dense = dense_model()
+    count = dense.config.tokens
+    start = upcycle(dense, count, router="placed", place_init=1e3, blocks=(1, 3), images=IMAGES)
+    torch.testing.assert_close(start.model(IMAGES), dense(IMAGES), rtol=1e-10, atol=1e-10)
+    assert max(start.distance.layers.values()) < 1e-10
+    assert "that token alone" in str(start.distance)
+    weak = upcycle(dense, count, router="placed", place_init=1e-3, blocks=(1, 3), images=IMAGES)
+    assert min(weak.distance.layers.values()) > 0.1
+
+
 @pytest.mark.parametrize("router", ["soft", "uniform", "soft_uniform", "uniform_soft"])
 def test_equal_experts_act_on_mixtures(router):
     """The true relation: y_i = sum_s C_is f(sum_j D_js x_j), with the old MLP f; not f(x_i)."""

@@ -1,7 +1,8 @@
 """Which part of Soft MoE's routing matters?
 
 The same transformer with learned, fixed or no mixing: Soft MoE, one of dispatch and combine uniform, both uniform,
-tokens sent round the experts unmixed (Identity), and no experts at all. As many experts and slots as tokens.
+tokens sent round the experts unmixed (Identity), and no experts at all. As many experts and slots as tokens. One
+expert with all slots is a control that the paper does not have.
 
 The paper (Table 2, Appendix A; S/14, 256 experts): Soft MoE first by far; dispatch matters a little more than combine;
 Uniform and Identity far behind, but ahead of the dense model.
@@ -15,7 +16,8 @@ from softmoe.studies.figures import NAMES, bars, finish, label, panels
 from softmoe.studies.lab import Cell, Lab
 from softmoe.studies.results import Claim, Table, better
 
-METHODS = ("soft", "soft_uniform", "uniform_soft", "uniform", "identity", "dense")
+METHODS = ("soft", "soft_uniform", "uniform_soft", "uniform", "identity", "dense")  # in the order of the paper's table
+OURS = (*METHODS, "one")
 COLUMNS = {"top1": "jft_p_at_1_pct", "10shot": "in_10shot_pct"}
 CLAIMS = (
     ("soft", "dense"),
@@ -32,6 +34,7 @@ CLAIMS = (
 def cells(lab: Lab) -> Iterator[Cell]:
     for method in METHODS:
         yield from lab.over_seeds(lab.config(method), method=method)
+    yield from lab.over_seeds(lab.one_expert(), method="one")
 
 
 def claims(table: Table) -> Iterator[Claim]:
@@ -40,6 +43,9 @@ def claims(table: Table) -> Iterator[Claim]:
         gap = {number: f"+{paper[number][first] - paper[number][second]:.1f} points" for number in COLUMNS}
         text = f"{NAMES[first]} is better than {NAMES[second]}"
         yield from better(table.where(method=first), table.where(method=second), text, gap)
+    for first, second, what in (("one", "dense", "slots"), ("soft", "one", "experts")):
+        text = f"what {what} give: {NAMES[first]} is better than {NAMES[second]}"
+        yield from better(table.where(method=first), table.where(method=second), text)
 
 
 def printed() -> dict[str, dict[str, float]]:
@@ -58,7 +64,7 @@ def figure(table: Table, lab: Lab) -> Any:
     for column, number in enumerate(numbers):
         bars(axes[0][column], names, [printed()[number][m] for m in METHODS], [0.0] * len(METHODS), "#888888")
         finish(axes[0][column], f"paper, S/14: {label(number, paper=True)}", "")
-        found = {m: i for m in METHODS if (i := table.where(method=m).interval(number)) is not None}
+        found = {m: i for m in OURS if (i := table.where(method=m).interval(number)) is not None}
         bars(
             axes[1][column],
             [NAMES[m] for m in found],

@@ -4,29 +4,46 @@ A gain of Soft MoE over a dense model has several possible causes: the slots (ch
 them), the experts (parameters), and that dispatch and combine are learned. Each is taken away on its own, everything
 else and the number of slots kept: one expert with all slots; slots that are plain means of the tokens (Uniform / Soft);
 tokens that get the plain mean of the slots (Soft / Uniform); both (Uniform); tokens sent round the experts unmixed
-(Identity); and fewer experts at equal slots. Beside them stands what is ours: the router with a place, and one expert
-with it.
+(Identity); and fewer experts at equal slots. The dense model trains with a fifth more FLOPs than Soft MoE, and is tried
+at half and at twice the rate. Beside them stands what is ours: the router with a place, with one expert and with more.
 
 The paper (Table 2, Figure 6): learned dispatch and combine both matter, and at equal slots the most experts are best.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 from softmoe.studies.figures import NAMES, finish, label, panels, waterfall
+from softmoe.studies.jobs import price
 from softmoe.studies.lab import Cell, Lab
 from softmoe.studies.results import Claim, Table, better
+from softmoe.train import TrainConfig
 
-STEPS = {  # from the dense model to Soft MoE, on two ways: what is added, and the model that has it
-    "by experts": (("slots", "one"), ("experts", "soft"), ("a place (ours)", "placed")),
-    "by routing": (
+Step = tuple[str, str]
+"""What is added, and the method that has it."""
+STEPS: dict[str, tuple[Step, ...]] = {  # ways from the dense model to Soft MoE
+    "the paper's layer, by experts": (("slots", "one"), ("experts", "soft")),
+    "the paper's layer, by routing": (
         ("mean slots, experts", "uniform"),
         ("learned combine", "uniform_soft"),
         ("learned dispatch", "soft"),
     ),
+    "slots with a place (ours)": (("slots with a place", "placed one"), ("experts", "placed")),
 }
-METHODS = {**NAMES, "one": "one expert with the same slots", "placed one": "one expert with a place"}
+METHODS = {
+    **NAMES,
+    "one": "one expert with the same slots",
+    "placed": "Soft MoE with a place",
+    "placed one": "one expert with a place",
+}
+RATES = {"dense": 1.0, "dense half rate": 0.5, "dense twice rate": 2.0}
+MORE = 1.2
+"""Training FLOPs of the dense models, those of Soft MoE being 1: a step of small experts takes longer than they say."""
+LADDERS = {"soft": ("one", " experts"), "placed": ("placed one", " placed experts")}
+"""For each router the method of one expert, and how the methods of several end."""
 CLAIMS = (
     ("one", "dense", "what slots give"),
     ("soft", "one", "what experts give"),
@@ -36,20 +53,30 @@ CLAIMS = (
     ("soft", "dense", "all of it"),
     ("placed", "soft", "what a place gives (ours)"),
     ("placed", "placed one", "what experts give where slots have a place (ours)"),
+    ("placed", "identity", "what mixing gives where slots have a place (ours)"),
+    ("placed", "dense", "all of it with a place (ours)"),
 )
 
 
 def cells(lab: Lab) -> Iterator[Cell]:
-    for method in ("dense", "soft", "uniform_soft", "soft_uniform", "identity", "placed"):
+    for method, factor in RATES.items():
+        yield from lab.over_seeds(dense(lab, factor), method=method)
+    for method in ("soft", "uniform_soft", "soft_uniform", "identity", "placed"):
         yield from lab.over_seeds(lab.config(method), method=method)
     # with the same input and the same weight everywhere, experts that start as copies would stay copies
     yield from lab.over_seeds(lab.config("uniform", identical_init=False), method="uniform")
     slots = lab.slots
-    for method, router in (("one", "soft"), ("placed one", "placed")):
-        yield from lab.over_seeds(lab.config(router, num_experts=1, slots_per_expert=slots), method=method)
-    for experts in between(slots):
-        config = lab.config("soft", num_experts=experts, slots_per_expert=slots // experts)
-        yield from lab.over_seeds(config, method=f"{experts} experts")
+    for router, (one, several) in LADDERS.items():
+        for experts in (1, *between(slots)):
+            config = lab.config(router, num_experts=experts, slots_per_expert=slots // experts)
+            yield from lab.over_seeds(config, method=one if experts == 1 else f"{experts}{several}")
+
+
+def dense(lab: Lab, factor: float) -> TrainConfig:
+    """Return the dense model's settings, at `factor` times the rate."""
+    config = lab.config("dense", peak=factor * lab.base.schedule.peak)
+    flops = [price(one).train_flops for one in (lab.config("soft"), config)]
+    return replace(config, steps=math.ceil(MORE * config.steps * flops[0] / flops[1]))
 
 
 def between(slots: int) -> list[int]:
@@ -61,49 +88,70 @@ def claims(table: Table) -> Iterator[Claim]:
     for first, second, what in CLAIMS:
         text = f"{what}: {METHODS[first]} is better than {METHODS[second]}"
         yield from better(table.where(method=first), table.where(method=second), text)
-    ladder = experts_ladder(table)
-    for fewer, more in pairwise(ladder):
-        text = f"more experts at equal slots: {ladder_name(more)} are better than {ladder_name(fewer)}"
-        yield from better(table.where(method=more), table.where(method=fewer), text)
+    for router in LADDERS:
+        for fewer, more in pairwise(ladder(table, router)):
+            names = [count_of(method, router) for method in (more, fewer)]
+            text = f"more experts at equal slots, {METHODS[router]}: {names[0]} are better than {names[1]}"
+            yield from better(table.where(method=more), table.where(method=fewer), text)
 
 
-def experts_ladder(table: Table) -> list[str]:
+def ladder(table: Table, router: str) -> list[str]:
     """The methods that differ in nothing but the number of experts, the fewest first."""
-    counted = [method for method in table.distinct("method") if method.endswith(" experts")]
-    return ["one", *sorted(counted, key=lambda name: int(name.split()[0])), "soft"]
+    one, several = LADDERS[router]
+    counted = [method for method in table.distinct("method") if method.removesuffix(several).isdigit()]
+    return [one, *sorted(counted, key=lambda name: int(name.split()[0])), router]
 
 
-def ladder_name(method: str) -> str:
-    return {"one": "1", "soft": "one a slot"}.get(method, method.split()[0])
+def count_of(method: str, router: str) -> str:
+    return {LADDERS[router][0]: "1", router: "one a slot"}.get(method, method.split()[0])
 
 
 def figure(table: Table, lab: Lab) -> Any:
-    """Draw two ways from dense to Soft MoE; Identity, which is on neither, is a line."""
+    """Draw the ways from dense to Soft MoE; Identity, which is on none, is a line. Then the ladders of experts."""
     numbers = table.quality
     drawing, axes = panels(len(numbers), len(STEPS) + 1, width=4.6, height=3.4)
     for line, number in zip(axes, numbers, strict=True):
         for axis, (way, steps) in zip(line, STEPS.items(), strict=False):
-            names = [METHODS["dense"], *(f"+ {what}" for what, _ in steps), METHODS[steps[-1][1]]]
-            path = [table.where(method=method) for method in ("dense", *(method for _, method in steps))]
-            waterfall(axis, names, path, number)
-            identity = table.where(method="identity").mean(number)
-            if identity is not None:
-                axis.axvline(identity, color="#888888", ls=":", lw=1)
-                axis.annotate("Identity", (identity, len(names) - 0.5), ha="center", size=8, color="#666666")
-            finish(axis, label(number), "")
-            axis.set_title(way, fontsize=10)
-        draw_ladder(line[-1], table, number)
+            draw_way(axis, table, way, steps, number)
+        draw_ladders(line[-1], table, number)
     return drawing
 
 
-def draw_ladder(axis: Any, table: Table, number: str) -> None:
-    ladder = experts_ladder(table)
-    found = [(ladder_name(m), i) for m in ladder if (i := table.where(method=m).interval(number)) is not None]
-    errors = [i.half if i.count > 1 else 0.0 for _, i in found]
-    axis.errorbar(range(len(found)), [i.mean for _, i in found], yerr=errors, marker="o", capsize=3, color="#3b6fb6")
-    dense = table.where(method="dense").mean(number)
-    if dense is not None:
-        axis.axhline(dense, color="#c8403a", lw=1)
-        axis.annotate("dense", (0, dense), xytext=(0, 3), textcoords="offset points", color="#c8403a", size=8)
-    axis.set_xticks(range(len(found)), [name for name, _ in found])
+def draw_gains(table: Table, number: str = "top1") -> Any:
+    """Draw the ways of which the table has every step, side by side."""
+    known = table.distinct("method")
+    ways = {way: steps for way, steps in STEPS.items() if all(method in known for _, method in steps)}
+    drawing, axes = panels(1, len(ways), width=5.4, height=2.9)
+    for axis, (way, steps) in zip(axes[0], ways.items(), strict=True):
+        draw_way(axis, table, way, steps, number)
+    return drawing
+
+
+def draw_way(axis: Any, table: Table, way: str, steps: Sequence[Step], number: str) -> None:
+    names = [METHODS["dense"], *(f"+ {what}" for what, _ in steps), METHODS[steps[-1][1]]]
+    path = [table.where(method=method) for method in ("dense", *(method for _, method in steps))]
+    waterfall(axis, names, path, number)
+    identity = table.where(method="identity").mean(number)
+    if identity is not None:
+        axis.axvline(identity, color="#888888", ls=":", lw=1)
+        axis.annotate("Identity", (identity, len(names) - 0.5), ha="center", size=8, color="#666666")
+    finish(axis, label(number), "")
+    axis.set_title(way, fontsize=10)
+
+
+def draw_ladders(axis: Any, table: Table, number: str) -> None:
+    for router, color in (("soft", "#3b6fb6"), ("placed", "#6a4c93")):
+        methods = ladder(table, router)
+        found = [(k, i) for k, m in enumerate(methods) if (i := table.where(method=m).interval(number)) is not None]
+        errors = [i.half if i.count > 1 else 0.0 for _, i in found]
+        means = [i.mean for _, i in found]
+        style = {"marker": "o", "capsize": 3, "color": color, "label": METHODS[router]}
+        axis.errorbar([k for k, _ in found], means, yerr=errors, **style)
+    level = table.where(method="dense").mean(number)
+    if level is not None:
+        axis.axhline(level, color="#c8403a", lw=1)
+        axis.annotate("dense", (0, level), xytext=(0, 3), textcoords="offset points", color="#c8403a", size=8)
+    methods = ladder(table, "soft")
+    axis.set_xticks(range(len(methods)), [count_of(method, "soft") for method in methods])
+    axis.legend(frameon=False, fontsize=8)
     finish(axis, "experts, at equal slots", label(number))
