@@ -128,6 +128,14 @@ def test_waterfall_adds_up() -> None:
     drawing.clear()
 
 
+def test_places_follow_the_depth() -> None:
+    """Studied on a recipe, experts are put into the blocks that its model has."""
+    assert placement.places(make_lab("small")) == {
+        "last": (3,), "one before last": (2,), "two last": (2, 3), "two spread": (1, 3), "all": (0, 1, 2, 3),
+    }  # fmt: skip
+    assert placement.places(make_lab("small", recipe="quickstart"))["two last"] == (1, 2)
+
+
 def test_a_lab_around_a_recipe() -> None:
     """The dense twin has no experts and everything else of the recipe; soft experts are the recipe's own."""
     config, lab = load("quickstart"), make_lab("small", recipe="quickstart", seeds=2)

@@ -19,14 +19,15 @@ LAST, TWO_LAST, TWO_SPREAD = "last", "two last", "two spread"
 
 
 def places(lab: Lab) -> dict[str, tuple[int, ...]]:
+    last = lab.base.model.resolve(None, lab.image_size).depth - 1
     return lab.pick(
         tiny={LAST: (1,), TWO_LAST: (0, 1), TWO_SPREAD: (0,)},
         small={
-            LAST: (3,),
-            "one before last": (2,),
-            TWO_LAST: (2, 3),
-            TWO_SPREAD: (1, 3),
-            "all": (0, 1, 2, 3),
+            LAST: (last,),
+            "one before last": (last - 1,),
+            TWO_LAST: (last - 1, last),
+            TWO_SPREAD: (last // 2, last),
+            "all": tuple(range(last + 1)),
         },
         paper={
             LAST: (11,),
