@@ -3,6 +3,7 @@
 Nothing here overrides a variable the user set.
 """
 
+import getpass
 import os
 import sys
 import tempfile
@@ -80,7 +81,7 @@ def cache_folder() -> Path:
     try:
         return Path.home() / ".cache" / "softmoe"
     except RuntimeError:
-        return Path(tempfile.gettempdir()) / f"softmoe-{os.getuid()}"
+        return Path(tempfile.gettempdir()) / f"softmoe-{os.getuid() if hasattr(os, 'getuid') else getpass.getuser()}"
 
 
 @cache

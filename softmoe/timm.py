@@ -39,7 +39,7 @@ def register() -> list[str]:
     try:
         from timm.models import register_model  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ImportError("softmoe.timm needs timm: pip install 'softmoe[timm]'") from error
+        raise ImportError("softmoe.timm needs timm: pip install 'softmoe-vit[timm]'") from error
     names = []
     for name in list_models():
         entry = entry_point(name)

@@ -52,5 +52,5 @@ def test_without_timm_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)
     monkeypatch.setitem(sys.modules, "timm.models", None)
     monkeypatch.delitem(sys.modules, "softmoe.timm", raising=False)
-    with pytest.raises(ImportError, match=r"softmoe\[timm\]"):
+    with pytest.raises(ImportError, match=r"softmoe-vit\[timm\]"):
         importlib.import_module("softmoe.timm")

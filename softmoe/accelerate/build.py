@@ -182,7 +182,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _texts(source: Path) -> list[str]:
     """The text of a file, and of those beside it that it includes."""
-    text = source.read_text()
+    text = source.read_text("utf-8")
     return [text, *(t for name in _INCLUDE.findall(text) for t in _texts(source.parent / name))]
 
 

@@ -1,14 +1,13 @@
 """Other PyTorch implementations of the layer, each in its fastest honest form, against ours.
 
-They come with `pip install softmoe[peers]`. A rival gets the same width, hidden width, experts and slots, one routing
-for a whole MLP, and every option of its own that makes it faster. Its products are then ours; its routing departs from
-the paper in a way that a test states and checks. In `bench_peers` a rival's layer stands in our transformer, in the
+They come with `pip install softmoe-vit[peers]`. A rival gets the same width, hidden width, experts and slots, one
+routing for a whole MLP, and every option of its own that makes it faster. Its products are then ours; its routing departs
+from the paper in a way that a test states and checks. In `bench_peers` a rival's layer stands in our transformer, in the
 place of ours, and each model is timed in a process of its own; ours is also timed with updates in the backward pass,
 and with moments in bfloat16 beside that.
 """
 
 import json
-import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -152,6 +151,8 @@ def measure(model: str, name: str, batch: int, phase: str, seconds: float) -> Ro
     )
     for _ in range(SETTLING):
         step()
+    import resource  # not on Windows
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     probes = Probes()
     timings = interleave({name: step, **probes.functions()}, rounds=9, seconds=seconds)

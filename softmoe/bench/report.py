@@ -74,7 +74,7 @@ def draw(rows: list[Row], title: str, path: Path) -> None:
     try:
         from matplotlib import pyplot
     except ImportError as error:
-        raise ValueError("--plot needs matplotlib: pip install softmoe[plots]") from error
+        raise ValueError("--plot needs matplotlib: pip install softmoe-vit[plots]") from error
     counts = [row.case.removesuffix(" experts") for row in rows]
     if all(count.isdigit() for count in counts):
         figure, axes = pyplot.subplots(figsize=(7, 4))

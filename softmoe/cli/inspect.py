@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     for model in models:
         print(f"{model.name}: {model.images:,} images\n{layers_text(model)}\n")
     if not plots.available():
-        print("softmoe: no figures were drawn, they need matplotlib: pip install softmoe[plots]", file=sys.stderr)
+        print("softmoe: no figures were drawn, they need matplotlib: pip install softmoe-vit[plots]", file=sys.stderr)
     for path in written:
         if path.suffix != ".svg":
             print(path)

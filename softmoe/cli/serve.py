@@ -1,5 +1,6 @@
 """`softmoe serve MODEL`: classes and embeddings over HTTP."""
 
+import os
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
@@ -53,6 +54,8 @@ class Arguments:
 
 def main(argv: list[str]) -> int:
     a = parse(Arguments, argv, "serve")
+    if os.name == "nt":
+        raise ValueError("softmoe serve limits what its processes may use, which needs Linux or macOS")
 
     from softmoe.data.decoders import Decoders, pixel_reader
     from softmoe.evaluate import load

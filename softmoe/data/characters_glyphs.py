@@ -130,7 +130,7 @@ def _matplotlib_folder() -> Path:
         import matplotlib
     except ImportError:
         raise ValueError(
-            "The source characters draws with the fonts inside matplotlib: pip install 'softmoe[plots]', or name a "
+            "The source characters draws with the fonts inside matplotlib: pip install 'softmoe-vit[plots]', or name a "
             "folder with fonts, characters?fonts=FOLDER."
         ) from None
     return Path(matplotlib.get_data_path()) / "fonts" / "ttf"
@@ -143,7 +143,7 @@ def _faces(files: tuple[Path, ...]) -> list[Face]:
         from fontTools.ttLib import TTFont
     except ImportError:
         raise ValueError(
-            "Reading fonts needs fontTools, which matplotlib brings: pip install 'softmoe[plots]'"
+            "Reading fonts needs fontTools, which matplotlib brings: pip install 'softmoe-vit[plots]'"
         ) from None
     faces = []
     for path in files:

@@ -5,7 +5,7 @@ requests. The bytes may be a stranger's, so the format is told by the content an
 starts another program), and the sizes are checked before any pixel is made, in the decoder that makes them.
 
 JPEG can be decoded at 1/2, 1/4 or 1/8 of its size for a fraction of the work (the inverse DCT is done on fewer
-coefficients). simplejpeg does it faster than Pillow and is used when it is installed (`pip install softmoe[fast]`).
+coefficients). simplejpeg does it faster than Pillow and is used when it is installed (`pip install softmoe-vit[fast]`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class _Refused(Exception):
 def read_image_file(path: Path, name: str) -> bytes:
     """The bytes of a regular file of at most `MAX_BYTES`; BrokenImage for anything else, and for pipes at once."""
     try:
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+        flags = [getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY")]
+        handle = os.open(path, os.O_RDONLY | sum(flags))
         with open(handle, "rb") as file:
             facts = os.fstat(handle)
             if not stat.S_ISREG(facts.st_mode):

@@ -10,6 +10,7 @@ import os
 import stat
 import tarfile
 import tempfile
+import threading
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -67,9 +68,13 @@ def file_size(path: str | Path) -> int:
     return facts.st_size if stat.S_ISREG(facts.st_mode) else -1
 
 
+_BINARY = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+_one_at_a_time = threading.Lock()
+
+
 class ByteReader:
-    """Spans of bytes of one file, by pread: no shared position, so a handle is safe across forks. Pickles
-    without it."""
+    """Spans of bytes of one file, by pread: no shared position, so a handle is safe across forks. Where there is no
+    pread (Windows, which has no forks either) one thread reads at a time. Pickles without the handle."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -77,8 +82,12 @@ class ByteReader:
 
     def read(self, offset: int, size: int) -> bytes:
         if self._handle is None:
-            self._handle = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        return os.pread(self._handle, size, offset)
+            self._handle = os.open(self.path, os.O_RDONLY | _BINARY)
+        if hasattr(os, "pread"):
+            return os.pread(self._handle, size, offset)
+        with _one_at_a_time:
+            os.lseek(self._handle, offset, os.SEEK_SET)
+            return os.read(self._handle, size)
 
     def __getstate__(self) -> dict:
         return {"path": self.path, "_handle": None}

@@ -272,7 +272,7 @@ def open_pairs(path: str, split: str, *, val: str | None = None) -> PairsSource:
     if not root.is_dir() and not whole:
         raise ValueError(f"there is no folder {root}; pairs:PATH needs PATH/{split}/photo.jpg and photo.txt beside it.")
     root = above if whole else root
-    names = sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
+    names = sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
     if not names:
         raise ValueError(f"{root} holds no images with one of the endings {' '.join(IMAGE_SUFFIXES)}.")
     if whole and above.name not in _SPLITS:

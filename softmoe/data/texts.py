@@ -193,7 +193,7 @@ def _package(name: str) -> Any:
             warnings.simplefilter("ignore", DeprecationWarning)  # of the wrapper generator some versions were made with
             return __import__(name)
     except ImportError as error:
-        raise ValueError(f"texts need the package {name}: pip install 'softmoe[text]'") from error
+        raise ValueError(f"texts need the package {name}: pip install 'softmoe-vit[text]'") from error
 
 
 def _line(error: Exception) -> str:

@@ -88,7 +88,7 @@ def export(
         "classes": classes,
     }
     write_json(beside, facts, indent=1)
-    write_text(helper, PREPROCESS.read_text())
+    write_text(helper, PREPROCESS.read_text("utf-8"))
     size = sum(p.stat().st_size for p in (target, Path(f"{target}.data")) if p.exists())
     return Exported(target, to, size, differences)
 
@@ -131,7 +131,7 @@ def _onnx(model: nn.Module, images: Tensor, target: Path) -> Run:
         import onnxruntime
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise ValueError(f"export to ONNX needs {error.name}: pip install 'softmoe[export]'") from error
+        raise ValueError(f"export to ONNX needs {error.name}: pip install 'softmoe-vit[export]'") from error
     logging.getLogger("torch.onnx").setLevel(
         logging.ERROR
     )  # it warns that torchvision, which nobody asked for, is missing

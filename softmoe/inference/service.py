@@ -30,7 +30,7 @@ try:
     from starlette.responses import JSONResponse, PlainTextResponse, Response
     from starlette.routing import Route
 except ImportError as error:
-    raise ValueError(f"the service needs {error.name}: pip install 'softmoe[serve]'") from error
+    raise ValueError(f"the service needs {error.name}: pip install 'softmoe-vit[serve]'") from error
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ try:
     import uvicorn
     from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
-    raise ValueError(f"the service needs {error.name}: pip install 'softmoe[serve]'") from error
+    raise ValueError(f"the service needs {error.name}: pip install 'softmoe-vit[serve]'") from error
 
 BACKLOG = 128  # connections that the system may hold before they are taken, and that are taken at once
 _FILES = BACKLOG + 64  # open files that are not connections kept

@@ -66,10 +66,10 @@ def write_page(
 ) -> Path:
     """Write the page; `figures` gives for each model its (caption, PNG) pairs."""
     room = files("softmoe.inspection")
-    script, style = (room.joinpath(name).read_text() for name in ("page.js", "page.css"))
+    script, style = (room.joinpath(name).read_text("utf-8") for name in ("page.js", "page.css"))
     assert "</" not in script
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    page = jinja2.Environment(autoescape=True).from_string(room.joinpath("page.html").read_text())
+    page = jinja2.Environment(autoescape=True).from_string(room.joinpath("page.html").read_text("utf-8"))
     text = page.render(
         title=title,
         lead=lead,

@@ -272,7 +272,7 @@ def fewer_colors(png: bytes) -> bytes:
 
 def pyplot() -> Any:
     if not available():
-        raise ValueError("figures need matplotlib: pip install softmoe[plots]")
+        raise ValueError("figures need matplotlib: pip install softmoe-vit[plots]")
     import matplotlib
 
     matplotlib.use("Agg")

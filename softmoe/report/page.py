@@ -34,7 +34,8 @@ def write_report(
     figures: tuple[tuple[str, Any], ...] = (),
 ) -> Path:
     """Write the page; `figures` are (title, drawing) pairs to stand first. Names come from files: all are escaped."""
-    page = jinja2.Environment(autoescape=True).from_string(files("softmoe.report").joinpath("page.html").read_text())
+    template = files("softmoe.report").joinpath("page.html").read_text("utf-8")
+    page = jinja2.Environment(autoescape=True).from_string(template)
     health = [(run.name, router_health(run)) for run in runs]
     text = page.render(
         title=title or "Runs: " + ", ".join(run.name for run in runs),
@@ -52,7 +53,7 @@ def write_report(
         version=__version__,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     return path
 
 

@@ -136,7 +136,7 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ModuleNotFoundError as error:
-        raise ValueError("pictures need matplotlib: pip install softmoe[plots]") from error
+        raise ValueError("pictures need matplotlib: pip install softmoe-vit[plots]") from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

@@ -66,7 +66,7 @@ def _api(purpose: str) -> Any:
     try:
         import huggingface_hub
     except ImportError as error:
-        raise ValueError(f"{purpose}, huggingface_hub is needed: pip install 'softmoe[hub]'") from error
+        raise ValueError(f"{purpose}, huggingface_hub is needed: pip install 'softmoe-vit[hub]'") from error
     return huggingface_hub
 
 

@@ -120,7 +120,9 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ModuleNotFoundError("log.tensorboard needs the extra: pip install softmoe[tensorboard]") from error
+            raise ModuleNotFoundError(
+                "log.tensorboard needs the extra: pip install softmoe-vit[tensorboard]"
+            ) from error
         self._writer = SummaryWriter(str(folder), purge_step=step + 1)
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
@@ -136,7 +138,7 @@ class WeightsAndBiases:
         try:
             import wandb  # pyright: ignore[reportMissingImports]
         except ImportError as error:
-            raise ModuleNotFoundError("log.wandb needs the extra: pip install softmoe[wandb]") from error
+            raise ModuleNotFoundError("log.wandb needs the extra: pip install softmoe-vit[wandb]") from error
         self._run = wandb.init(
             project=config.log.wandb, id=config.run_name, dir=str(folder), config=config.to_dict(), resume="allow"
         )

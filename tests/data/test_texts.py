@@ -129,5 +129,5 @@ def test_missing_package(name, monkeypatch):
 
     made = train_tokenizer(["a red star above a blue heart"] * 9, 300, {"tokenizers": ".json"}.get(name, ".model"))
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ValueError, match=rf"package {name}: pip install 'softmoe\[text\]'"):
+    with pytest.raises(ValueError, match=rf"package {name}: pip install 'softmoe-vit\[text\]'"):
         Tokenizer(made.name, made.data)

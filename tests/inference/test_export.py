@@ -179,7 +179,7 @@ def test_mistakes(to, out, message, tmp_path):
 def test_missing_extra(tmp_path, monkeypatch):
     """Without onnxruntime the sentence says what to install."""
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(ValueError, match=r"needs \w+: pip install 'softmoe\[export\]'"):
+    with pytest.raises(ValueError, match=r"needs \w+: pip install 'softmoe-vit\[export\]'"):
         export(tiny(), tmp_path / "m.onnx", "onnx", preprocessing=HERE)
 
 

@@ -87,7 +87,7 @@ def test_a_mistyped_run(tmp_path, monkeypatch, saved):
 def test_hub_package_is_absent(monkeypatch):
     """Without huggingface_hub a Hub id says what to install."""
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    refused("user/name", "no folder user/name", "pip install 'softmoe[hub]'")
+    refused("user/name", "no folder user/name", "pip install 'softmoe-vit[hub]'")
 
 
 def test_hub_is_offline(monkeypatch):

@@ -1,0 +1,88 @@
+"""The package as people get it: a wheel and a source archive, tried from a folder that holds nothing else."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import softmoe
+
+ROOT = Path(__file__).parents[1]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+PARTS = ("py.typed", "inspection/page.html", "evaluate/confusions.svg", "report/page.html", "accelerate/cpp")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("hatchling") is None, reason="building needs hatchling: pip install 'softmoe-vit[dev]'"
+)
+
+
+def build(kind: str, folder: Path) -> Path:
+    """Build as pip does, from the project's folder."""
+    code = f"import sys, hatchling.build as b; print(b.build_{kind}(sys.argv[1]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("wheel", tmp_path_factory.mktemp("wheel"))
+
+
+def test_the_wheel_works_alone(wheel: Path, tmp_path: Path):
+    """Unpacked into an empty folder, it is what is imported; the layer computes, and the command answers."""
+    assert wheel.name.startswith("softmoe_vit-")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    names = {path.relative_to(tmp_path / "softmoe").as_posix() for path in (tmp_path / "softmoe").rglob("*")}
+    assert set(PARTS) <= names
+    assert not any("test" in Path(name).name for name in names if name.endswith(".py") and "/" not in name)
+    code = """
+import softmoe, torch
+print(softmoe.__file__)
+assert softmoe.SoftMoE(8, 2)(torch.zeros(1, 3, 8)).shape == (1, 3, 8)
+from softmoe.cli import main
+main(["--version"])
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        str(tmp_path / "softmoe" / "__init__.py"),
+        f"softmoe {softmoe.__version__}",
+    ]
+
+
+def test_what_the_index_is_told(wheel: Path):
+    """Name, version, command and typing are in the wheel, and the version is that of the citation."""
+    with zipfile.ZipFile(wheel) as archive:
+        facts = {name.rsplit("/", 1)[-1]: name for name in archive.namelist() if ".dist-info/" in name}
+        metadata, scripts = (archive.read(facts[name]).decode() for name in ("METADATA", "entry_points.txt"))
+    assert "Name: softmoe-vit\n" in metadata
+    assert f"Version: {softmoe.__version__}\n" in metadata
+    assert "Classifier: Typing :: Typed" in metadata
+    assert "softmoe = softmoe.cli:main" in scripts
+    assert f"version: {softmoe.__version__}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
+
+
+def test_the_source_archive_is_whole(tmp_path: Path):
+    """It has the package, the tests, the license and what builds it."""
+    with tarfile.open(build("sdist", tmp_path)) as archive:
+        names = {name.split("/", 1)[-1] for name in archive.getnames()}
+    assert {"pyproject.toml", "LICENSE", "README.md", "softmoe/moe/soft.py", "tests/oracle.py"} <= names
+    assert not any(name.startswith((".venv", "runs/")) for name in names)
+
+
+def test_the_name_is_free_by_the_rule_of_the_index():
+    """The index takes names for equal that differ only in separators and case: ours is not `soft-moe` or a peer's."""
+    plain = SETTINGS["name"].lower().replace("-", "").replace("_", "").replace(".", "")
+    assert plain not in {"softmoe", "softmoepytorch", "softmixtureofexperts"}
