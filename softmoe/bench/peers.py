@@ -1,10 +1,10 @@
 """Other PyTorch implementations of the layer, each in its fastest honest form, against ours.
 
 They come with `pip install softmoe-vit[peers]`. A rival gets the same width, hidden width, experts and slots, one
-routing for a whole MLP, and every option of its own that makes it faster. Its products are then ours; its routing departs
-from the paper in a way that a test states and checks. In `bench_peers` a rival's layer stands in our transformer, in the
-place of ours, and each model is timed in a process of its own; ours is also timed with updates in the backward pass,
-and with moments in bfloat16 beside that.
+routing for a whole MLP, and every option of its own that makes it faster. Its products are then ours; its routing
+departs from the paper in a way that a test states and checks. In `bench_peers` a rival's layer stands in our
+transformer, in the place of ours, and each model is timed in a process of its own; ours is also timed with updates in
+the backward pass, and with moments in bfloat16 beside that.
 """
 
 import json
