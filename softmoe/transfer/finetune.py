@@ -33,9 +33,9 @@ def transfer_config(
     With `adapters` all weights stay as they are but the head and experts beside the MLPs, which are added to a model
     that has none: 16 of hidden width D / 32 in half of the blocks, fewer than 5 % of the weights of a ViT.
     """
-    if adapters:
-        check_base(weights)
     shape = read_model(weights, device="meta").config
+    if adapters:
+        check_base(weights, shape)
     size = shape.image_size if image_size is None else image_size
     section = section_of(shape)
     if adapters:
@@ -48,23 +48,28 @@ def transfer_config(
     )
 
 
-def check_base(weights: str | Path) -> None:
+def check_base(weights: str | Path, shape: ViTConfig) -> None:
     """ValueError for what adapters cannot name as their base: a file of others' weights, or adapters."""
     if Path(weights).is_file():
         raise ValueError(
             f"adapters are saved beside the name of a saved model, and {weights} is a file of others' weights: make a "
-            f"model of it with `softmoe upcycle {weights} --out base`, then `softmoe finetune base DATA --adapters`"
+            f"model of it with `softmoe upcycle {weights} --expert-dim {adapter_dim(shape)} --data DATA --out base`, "
+            "then `softmoe finetune base DATA --adapters`"
         )
     facts_of_base(weights)
 
 
 def section_with_adapters(section: ModelSection, shape: ViTConfig, weights: str | Path) -> ModelSection:
     if shape.moe is None:
-        width = max(1, shape.width // 32)
-        return section.change(router="soft", num_experts=16, expert_dim=width, keep_mlp=True)
+        return section.change(router="soft", num_experts=16, expert_dim=adapter_dim(shape), keep_mlp=True)
     if not shape.moe.keep_mlp:
         raise ValueError(f"adapters stand beside MLPs, and {weights} has experts in their place: leave out --adapters")
     return section
+
+
+def adapter_dim(shape: ViTConfig) -> int:
+    """Return a hidden width with which 16 experts in half of the blocks are fewer than 5 % of a ViT's weights."""
+    return max(1, shape.width // 32)
 
 
 def locked_config(config: TrainConfig, image: str | Path) -> TrainConfig:

@@ -125,9 +125,11 @@ def test_adapters(dense: Path, tmp_path: Path, monkeypatch, capsys, upcycled: bo
 
 def test_adapters_mistakes(dense: Path, tmp_path: Path, capsys):
     """A file of weights has no name to be saved beside; experts in the place of MLPs have nothing beside them."""
+    state = {name: value.float().contiguous() for name, value in timm_names(PlainViT(dim=64, heads=1)).items()}
+    save_file(state, tmp_path / "model.safetensors")
     assert main(["upcycle", str(dense), "--init", "copy", "--experts", "2", "--out", str(tmp_path / "soft")]) == 0
     for model, words in (
-        (dense / "model.safetensors", "make a model of it with"),
+        (tmp_path / "model.safetensors", "--expert-dim 2 --data DATA --out base"),
         (tmp_path / "soft", "in their place"),
     ):
         assert main(["finetune", str(model), "shapes?size=16", "--adapters"]) == 2
