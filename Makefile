@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 # Bytes are compiled when a module is first used: compiling all of torch takes longer than installing it.
 PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable
 
-.PHONY: install test test-plain check format lint types fuzz fuzz-short quickstart bench clean
+.PHONY: install test test-plain check format lint types fuzz fuzz-short quickstart bench docs clean
 
 install: $(INSTALLED)
 
@@ -28,7 +28,7 @@ test-plain: install
 	SOFTMOE_ACCELERATE=off OMP_NUM_THREADS=1 $(BIN)/pytest -n auto tests/accelerate tests/moe tests/models \
 		tests/inference/test_kernel.py tests/inference/test_prepare.py tests/train/test_loop.py tests/train/test_in_backward.py
 
-check: format lint types test test-plain fuzz-short
+check: format lint types docs test test-plain fuzz-short
 
 format: install
 	$(BIN)/ruff format --check .
@@ -45,6 +45,12 @@ fuzz-short: install
 
 fuzz: install
 	OMP_NUM_THREADS=1 $(BIN)/python tools/fuzz.py --inputs 100000 --seconds 14400 --resume fuzz.json
+
+# The site, in build/docs. A warning is an error, and every link must lead somewhere.
+docs: install
+	rm -rf build/docs
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -d build/doctrees docs build/docs
+	$(BIN)/python tools/check_site.py build/docs
 
 quickstart: $(CORE)
 	$(BIN)/softmoe quickstart

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from PIL import Image
 
 import softmoe
 from softmoe.data import open_source, to_tensor
@@ -40,7 +41,7 @@ def main() -> None:
 
 
 def draw_routing(image: np.ndarray, dispatch: np.ndarray, combine: np.ndarray) -> Figure:
-    figure, axes = plt.subplots(1, 5, figsize=(12, 4.2), width_ratios=(1.1, 0.7, 1.0, 0.5, 0.7))
+    figure, axes = plt.subplots(1, 5, figsize=(12, 4.2), width_ratios=(1.1, 0.8, 0.55, 0.5, 0.8))
     side = int(len(dispatch) ** 0.5)
     show(axes[0], image, f"{len(dispatch)} tokens:\nthe patches of an image")
     for place in np.arange(1, side) * image.shape[0] / side - 0.5:
@@ -51,7 +52,7 @@ def draw_routing(image: np.ndarray, dispatch: np.ndarray, combine: np.ndarray) -
     axes[2].axis("off")
     axes[2].set_title("slots: averages\nof all tokens", fontsize=10)
     for row, slot in enumerate(chosen):
-        inset = axes[2].inset_axes((0.2, 0.76 - 0.25 * row, 0.6, 0.23))
+        inset = axes[2].inset_axes((0.0, 0.76 - 0.25 * row, 1.0, 0.23))
         inset.imshow(shaded(image, dispatch[:, slot]))
         inset.set(xticks=[], yticks=[])
         inset.set_ylabel(f"{slot}", rotation=0, labelpad=8, va="center", fontsize=9)
@@ -62,14 +63,14 @@ def draw_routing(image: np.ndarray, dispatch: np.ndarray, combine: np.ndarray) -
     for row, slot in enumerate(chosen):
         box = {"boxstyle": "round,pad=0.5", "fc": COLORS[row], "ec": "none"}
         axes[3].text(0.5, 0.875 - 0.25 * row, f"expert {slot // 2}", color="white", ha="center", va="center", bbox=box)
-        axes[3].annotate("", (0.02, 0.875 - 0.25 * row), (-0.45, 0.875 - 0.25 * row), arrowprops={"arrowstyle": "->"})
+        axes[3].annotate("", (0.02, 0.875 - 0.25 * row), (-0.4, 0.875 - 0.25 * row), arrowprops={"arrowstyle": "->"})
     table(axes[4], combine, "combine: each row\nsums to 1")
     figure.tight_layout()
     return figure
 
 
 def draw_slots(image: np.ndarray, dispatch: np.ndarray, slots_per_expert: int) -> Figure:
-    figure, axes = plt.subplots(2, 9, figsize=(12, 3.2), width_ratios=(2.1, *[1] * 8))
+    figure, axes = plt.subplots(2, 9, figsize=(12, 2.8), width_ratios=(2.1, *[1] * 8))
     for axis in axes[:, 0]:
         axis.remove()
     show(figure.add_subplot(axes[0, 0].get_gridspec()[:, 0]), image, "the picture")
@@ -84,7 +85,7 @@ def draw_cost() -> Figure:
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8))
     experts = [1, 2, 4, 8, 16, 32, 64, 128]
     costs = [softmoe.cost(model_config(f"soft_s16_{n}e", slots_per_expert=128 // n)) for n in experts]
-    left.plot(experts, [c.forward_flops / 1e9 for c in costs], "o-", color=COLORS[0], label="GFLOPs an image")
+    left.plot(experts, [c.forward_flops / 1e9 for c in costs], "o-", color=COLORS[0])
     left.set(xscale="log", xlabel="experts (128 slots in all)", ylabel="GFLOPs an image", ylim=(0, None))
     left.set_xticks(experts, map(str, experts))
     other = left.twinx()
@@ -95,8 +96,8 @@ def draw_cost() -> Figure:
     sizes = [224, 256, 320, 384, 448, 512]
     for name, color, label in (("vit_s16", "#666666", "dense"), ("soft_s16_128e", COLORS[0], "Soft MoE, 128 slots")):
         flops = [softmoe.cost(model_config(name, image_size=size)).forward_flops / 1e9 for size in sizes]
-        right.plot(sizes, flops, "o-", color=color)
-        right.annotate(label, (sizes[-1], flops[-1]), xytext=(-6, 4), textcoords="offset points", ha="right", color=color)
+        right.plot(sizes, flops, "o-", color=color, label=label)
+    right.legend(loc="upper left")
     right.set(xlabel="image size in pixels", ylabel="GFLOPs an image", ylim=(0, None))
     right.set_xticks(sizes, map(str, sizes))
     for axis in (left, right):
@@ -138,6 +139,7 @@ def table(axis: Axes, weights: np.ndarray, title: str) -> None:
 def save(figure: Figure, name: str) -> None:
     figure.savefig(FOLDER / name, dpi=100)
     plt.close(figure)
+    Image.open(FOLDER / name).convert("RGB").quantize(128).save(FOLDER / name, optimize=True)
 
 
 if __name__ == "__main__":

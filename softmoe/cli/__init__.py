@@ -9,6 +9,7 @@ from importlib import import_module
 
 GROUPS = {
     "Start here": {
+        "demo": "a small trained model that comes with the package: what it predicts, and what is inside it",
         "quickstart": "train a small Soft MoE, its controls and its dense twin, and compare them",
         "train": "train a model from a recipe: softmoe train small_data --data photos",
         "finetune": "train a saved model on other classes, at any image size",

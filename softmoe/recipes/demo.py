@@ -6,8 +6,9 @@ Sixteen slots for the 64 patches of a picture of `shapes`, eight experts in each
 small enough to be shipped, good enough to look at. Experts start identical and the logits with a scale of 6, as in
 `quickstart`, so that slots learn to look at different patches within a short run.
 
-Time: not measured.
-Measured: not run.
+Time: 33 minutes of one thread of an AMD EPYC that many others used too.
+Measured: top-1 89.9 %, top-5 99.8 % on 2,880 pictures it was not trained on (2026-11-17, one seed). The controls of
+`quickstart` were not run for it.
 """
 
 from softmoe.data import TransformConfig

@@ -85,6 +85,7 @@ FORMAT = "softmoe"
 FORMAT_VERSION = 2  # 1 had the experts' w2 as (N, H, D)
 _KEYS = ("format", "format_version", "kind", "architecture", "preprocessing", "classes", "provenance", "weights")
 _KINDS = {"vit": _KEYS, "two_tower": (*_KEYS, "tokenizer")}
+DEMO = Path(__file__).parents[1] / "demo"  # the model that comes inside the package, by the recipe of that name
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 Architecture = ViTConfig | TwoTowerConfig
 _LEAST = {"num_classes": 0, "end_token": 0, "blocks": 0}
@@ -157,9 +158,12 @@ class SavedModel:
 def open_saved(where: str | Path, *, revision: str | None = None) -> SavedModel:
     """Open the saved model that `where` leads to: its folder, a run's folder, a checkpoint, or a Hub id (user/name).
 
-    Of a run: its exported model/ if there is one, else the best checkpoint, else the last.
+    Of a run: its exported model/ if there is one, else the best checkpoint, else the last. `demo`, where there is no
+    folder of that name, is the small model that comes inside the package.
     """
     path = follow_link(Path(where).expanduser())
+    if str(where) == "demo" and not path.exists():
+        return read_saved(DEMO)
     if path.is_file():
         raise ValueError(f"{path} is a file; give the folder of a saved model")
     if not path.is_dir():
