@@ -1,0 +1,54 @@
+"""The model that comes inside the package, and the command that shows it."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+import softmoe
+from softmoe.cli import main
+from softmoe.recipes import demo
+from softmoe.storage import open_saved
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Pictures it was not trained on are recognized, and page and pictures are where the output says."""
+    assert main(["demo", "--out", "shown", "--pictures", "3"]) == 0
+    said = capsys.readouterr().out
+    assert "3 of 3 right, of 288 classes" in said
+    page = tmp_path / "shown" / "inspect.html"
+    assert str(page) in said
+    assert "taken for" in page.read_text()
+    assert len(list((tmp_path / "shown" / "pictures").glob("*.png"))) == 3
+
+
+def test_small_and_as_it_was_trained() -> None:
+    """Below a megabyte with its settings, by the recipe of its name, with the hash that its settings state."""
+    saved = open_saved("demo")
+    assert sum(file.stat().st_size for file in saved.folder.iterdir()) < 1_000_000
+    weights = (saved.folder / "model.safetensors").read_bytes()
+    assert saved.files["model.safetensors"].sha256 == hashlib.sha256(weights).hexdigest()
+    assert saved.provenance["command"] == "softmoe train demo"
+    assert saved.provenance["step"] == demo.STEPS
+    assert saved.config == demo.recipe().model.resolve(288, demo.IMAGE)
+
+
+def test_a_model_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """from_pretrained, evaluate, inspect and finetune know it; what it scores is what its card says, within its noise."""
+    assert softmoe.from_pretrained("demo").config == open_saved("demo").config
+    assert main(["evaluate", "demo", "shapes?size=48", "--examples", "400", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["numbers"]["top1"] == pytest.approx(0.899, abs=0.05)
+    assert main(["finetune", "demo", "shapes?size=48&classes=downstream", "--image-size", "60", "--dry-run"]) == 0
+
+
+def test_a_folder_of_that_name_comes_first() -> None:
+    """A user's own folder called demo is the one that is meant."""
+    model = softmoe.create_model("vit_ti16", image_size=32, width=32, heads=1, depth=1, num_classes=3)
+    softmoe.save_pretrained(model, "demo")
+    assert softmoe.from_pretrained("demo").config == model.config
