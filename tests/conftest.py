@@ -20,6 +20,14 @@ settings.register_profile(
 settings.load_profile("softmoe")
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say at the end that pages were not opened, and what would open them: a skip in the middle is not read."""
+    without = [r for r in terminalreporter.stats.get("skipped", []) if "no Chromium" in str(r.longrepr)]
+    if without:
+        count = f"{len(without)} tests open a page in a browser and were not run: no Chromium was found."
+        terminalreporter.write_line(f"{count} Install one (apt-get install chromium) and run them again.", yellow=True)
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     """Every test starts from the same random state, on one thread: no result depends on the tests before it."""

@@ -1,4 +1,4 @@
-"""Show the small model that comes with the package: pictures, what it takes them for, and the page of what is inside."""
+"""Show the small model that comes with the package: pictures, what it takes them for, and what is inside it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,5 +44,5 @@ def run_demo(folder: Path, pictures: int = 8) -> tuple[list[Shown], Path]:
     inside = inspect_source(
         loaded.model, statistics, loaded.transform, name="demo", images=pictures, classes=loaded.class_names()
     )
-    lead = f"{inside.images} pictures of {DATA} that it was not trained on. The paper's figures: softmoe inspect demo DATA."
+    lead = f"{inside.images} pictures of {DATA} that it was not trained on."
     return shown, write_page([inside], folder / "inspect.html", title="Inside the demo model", lead=lead)

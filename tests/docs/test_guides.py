@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 from safetensors.torch import save_file
 
+import softmoe
 from softmoe import recipes
 from softmoe.cli import main
 
@@ -98,7 +99,7 @@ def test_commands_run_as_written(page: Path, workspace: Path, monkeypatch: pytes
     found = commands(page)
     assert found
     needed = {run for words in found for run in re.findall(r"runs/\w+", " ".join(words))}
-    made = " ".join(" ".join(words) for words in found if words[1] in ("train", "finetune"))
+    made = " ".join(" ".join(words) for words in found if words[1:2] in (["train"], ["finetune"]))
     for run in ("small_data", "dense"):
         if f"runs/{run}" in needed and run not in made:
             assert main(["train", "small_data", "--data.train", "photos", "--run-name", run]) == 0
@@ -108,6 +109,9 @@ def test_commands_run_as_written(page: Path, workspace: Path, monkeypatch: pytes
         elif words[0] == "torchrun":
             assert words[words.index("-m") + 1] == "softmoe"
             assert main([*words[words.index("-m") + 2 :], "--dry-run"]) == 0
+        elif words[0] == "python":
+            monkeypatch.setattr(sys, "argv", [str(ROOT / words[1]), *words[2:]])
+            runpy.run_path(str(ROOT / words[1]), run_name="__main__")
         elif words[1] in LONG:
             with monkeypatch.context() as patch:
                 parse_only(words[1], words[2:], patch)
@@ -123,3 +127,13 @@ def test_python_runs_as_written(page: Path, workspace: Path) -> None:
         script = workspace / f"block_{number}.py"
         script.write_text(block)
         runpy.run_path(str(script))
+
+
+def test_the_reference_names_what_there_is() -> None:
+    """Every public name of the package and of its layers has a place in the reference."""
+    top, moe = (DOCS / "api" / f"{name}.md").read_text(), (DOCS / "api" / "moe.md").read_text()
+    assert [name for name in softmoe.__all__ if f"softmoe.{name}`" not in top] == []
+    assert [name for name in softmoe.moe.__all__ if f"softmoe.moe.{name}\n" not in moe] == []
+    rooms = {page.stem for page in (DOCS / "api").glob("*.md")} - {"index", "top"}
+    for room in rooms:
+        assert (ROOT / "softmoe" / room / "__init__.py").exists(), room
