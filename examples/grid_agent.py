@@ -4,8 +4,8 @@
     python examples/grid_agent.py --encoder maps     Soft MoE on the feature map: every place is a token
     python examples/grid_agent.py --encoder vector   Soft MoE on the flattened map: one token, each expert sees it all
 
-The world is a grid with an agent, a goal and a pit. Pictures of it go in, moves come out. The reward is 1 at the goal, -1
-in the pit, and 0.01 less for each step. The learner is advantage actor-critic on many worlds at once, all in torch.
+The world is a grid with an agent, a goal and a pit. Pictures of it go in, moves come out. The reward is 1 at the goal,
+-1 in the pit, and 0.01 less for each step. The learner is advantage actor-critic on many worlds at once, all in torch.
 """
 
 import argparse

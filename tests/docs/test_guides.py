@@ -131,7 +131,7 @@ def test_python_runs_as_written(page: Path, workspace: Path) -> None:
 
 def test_the_reference_names_what_there_is() -> None:
     """Every public name of the package and of its layers has a place in the reference."""
-    top, moe = (DOCS / "api" / f"{name}.md").read_text(), (DOCS / "api" / "moe.md").read_text()
+    top, moe = ((DOCS / "api" / f"{page}.md").read_text() for page in ("top", "moe"))
     assert [name for name in softmoe.__all__ if f"softmoe.{name}`" not in top] == []
     assert [name for name in softmoe.moe.__all__ if f"softmoe.moe.{name}\n" not in moe] == []
     rooms = {page.stem for page in (DOCS / "api").glob("*.md")} - {"index", "top"}
