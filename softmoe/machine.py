@@ -8,13 +8,16 @@ import os
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
 
+Precision = Literal["auto", "bfloat16", "float32", "exact"]
+"""What --precision takes; `choose_precision` says what each means."""
 CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -124,3 +127,27 @@ def choose_device(name: str, place: int | None = None) -> "torch.device":
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
     return device
+
+
+def choose_precision(
+    wanted: Precision, device: "torch.device", report: Callable[[str], None] | None = None
+) -> "torch.dtype | None":
+    """The dtype that products are computed in under autocast, or None for float32; weights stay float32.
+
+    auto       bfloat16 on a CUDA device that has it, float32 elsewhere
+    bfloat16   where it was seen to work; else float32, and `report` is told
+    float32    on CUDA with TF32 products: inputs of 10 bits, sums in float32
+    exact      float32 products of all 24 bits, many times slower on CUDA
+    """
+    import torch
+
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = wanted != "exact"
+    if wanted in ("float32", "exact") or (wanted == "auto" and not cuda):
+        return None
+    if torch.cuda.is_bf16_supported(including_emulation=False) if cuda else bfloat16_works():
+        return torch.bfloat16
+    if report is not None and wanted == "bfloat16":
+        report("precision: this machine has no working bfloat16, going on in float32")
+    return None

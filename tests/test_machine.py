@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from softmoe.machine import bfloat16_works, safe_instruction_set
+from softmoe.machine import bfloat16_works, choose_precision, safe_instruction_set
 
 CAPS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 GUARDS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", *CAPS)
@@ -80,3 +80,17 @@ def test_bfloat16_is_tried_in_a_child():
     """The answer is a bool and we are alive to read it; asked again, it is the same."""
     assert isinstance(bfloat16_works(), bool)
     assert bfloat16_works() is bfloat16_works()
+
+
+def test_precision_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """auto, float32 and exact are float32; bfloat16 is itself where it works, else float32 with one line."""
+    import torch
+
+    cpu, said = torch.device("cpu"), []
+    assert [choose_precision(wanted, cpu) for wanted in ("auto", "float32", "exact")] == [None, None, None]
+    monkeypatch.setattr("softmoe.machine.bfloat16_works", lambda: True)
+    assert choose_precision("bfloat16", cpu, said.append) == torch.bfloat16
+    assert not said
+    monkeypatch.setattr("softmoe.machine.bfloat16_works", lambda: False)
+    assert choose_precision("bfloat16", cpu, said.append) is None
+    assert "no working bfloat16" in said[0]

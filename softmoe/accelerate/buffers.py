@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from softmoe.accelerate.guards import Off
+from softmoe.accelerate.optimizer import skipped_where
 from softmoe.moe import Experts
 
 MAX_IN_FLIGHT = 2
@@ -33,6 +34,8 @@ def switch_on(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
         raise Off("for one process")
     if not any(isinstance(module, Experts) for module in model.modules()):
         raise Off("no experts in this model")
+    if any(p.device.type != "cpu" for p in model.parameters()):
+        raise Off("not on a CPU")  # elsewhere torch's own allocator keeps memory for the next gradient
     buffers = GradientBuffers.of(optimizer) or GradientBuffers(optimizer, model)
     return f"{len(buffers.parameters)} gradients"
 
@@ -57,6 +60,8 @@ def _pool_of(weight: Tensor) -> "GradientBuffers | None":
 def total_norm(gradients: list[Tensor]) -> Tensor:
     """The norm of all together. What was added up when it was written is not read again."""
     known = {pointer: squares for pool in _POOLS for pointer, squares in pool.known_squares()}
+    if not known:
+        return torch.nn.utils.get_total_norm(gradients)
     norm = torch.nn.utils.get_total_norm([g for g in gradients if g.data_ptr() not in known])
     found = [known[g.data_ptr()] for g in gradients if g.data_ptr() in known]
     return norm if not found else (norm.square() + sum(found)).sqrt()
@@ -169,9 +174,16 @@ class InBackward:
         self._norms: list[Tensor] = []
         self._beside = ThreadPoolExecutor(1, "update") if _waits_for_memory(optimizer) else None
         self._running: list[Future[None]] = []
+        self._spoiled: Tensor | None = None
+        """On a GPU: whether the loss is not finite."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.register_post_accumulate_grad_hook(self._on_grad_ready)
+
+    def begins(self, loss: Tensor) -> bool:
+        """Whether the backward pass of this loss may begin. A GPU is not asked: it will skip all updates itself."""
+        self._spoiled = None if loss.device.type == "cpu" else ~loss.detach().isfinite()
+        return self._spoiled is not None or bool(loss.isfinite())
 
     def _on_grad_ready(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -186,7 +198,11 @@ class InBackward:
             return
         norm = total_norm(list(ready.values()))
         self._norms.append(norm)
-        done = self._step(ready) if norm.isfinite() else None
+        if self._spoiled is not None:
+            with skipped_where(self.optimizer, self._spoiled | ~norm.isfinite()):
+                done = self._step(ready)
+        else:
+            done = self._step(ready) if norm.isfinite() else None
         ready.clear()
         buffers = GradientBuffers.of(self.optimizer)
         if buffers is not None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 from softmoe.accelerate.build import Kernel, call
 from softmoe.accelerate.guards import Off
 
-PIECE = 1 << 20  # numbers updated at a time
+PIECE = 1 << 20  # numbers updated at a time on a CPU, where they stay in the cache
+TOGETHER = 1 << 24  # and on a GPU, where calls cost more than memory
 _SHIFTS = 1 << 12
 _CUT = -(1 << 16)  # the bits of a float32 that bfloat16 has
 
@@ -76,25 +78,96 @@ class CompactAdamW(torch.optim.Optimizer):
         """A step of those parameters alone; it asks for no `grad`, so others may get theirs meanwhile."""
         index = 0
         for group in self.param_groups:
+            rows: list[tuple[Flat, Tensor]] = []
             for parameter in group["params"]:
                 index += 1
-                if parameter in gradients:
-                    self._update(parameter, gradients[parameter], index, group, threads)
+                if parameter not in gradients:
+                    continue
+                flat, step = self._rows(parameter, gradients[parameter])
+                if flat.weight.device.type == "cpu":
+                    step += 1
+                    self._update(flat, step, index, group, threads)
+                else:
+                    rows.append((flat, step))
+            if rows:
+                update_together(rows, group, getattr(self, "found_inf", None))
 
-    def _update(self, parameter: Tensor, gradient: Tensor, index: int, group: dict[str, Any], threads: int) -> None:
+    def _rows(self, parameter: Tensor, gradient: Tensor) -> tuple[Flat, Tensor]:
+        """What this process keeps of a parameter, as rows of numbers, and its count of updates."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), device=parameter.device)
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
-        state["step"] += 1
-        weight, first, second = (t.view(-1) for t in (parameter, state["exp_avg"], state["exp_avg_sq"]))
-        flat = Flat(weight, gradient.reshape(-1), first, second)
-        room = self._room.get(weight.device) or self._room.setdefault(weight.device, _Room(weight.device))
-        if self.in_one_pass and weight.dtype == flat.gradient.dtype == torch.float32:
-            in_one_pass(KERNEL.library, flat, room.numbers, (int(state["step"]), index), group, threads)
+        weight, first, second = (_local(t).view(-1) for t in (parameter, state["exp_avg"], state["exp_avg_sq"]))
+        return Flat(weight, _local(gradient).reshape(-1), first, second), state["step"]
+
+    def _update(self, flat: Flat, step: Tensor, index: int, group: dict[str, Any], threads: int) -> None:
+        device = flat.weight.device
+        room = self._room.get(device) or self._room.setdefault(device, _Room(device))
+        if self.in_one_pass and flat.weight.dtype == flat.gradient.dtype == torch.float32:
+            in_one_pass(KERNEL.library, flat, room.numbers, (int(step), index), group, threads)
         else:
-            in_pieces(flat, room, state["step"], index, group)
+            in_pieces(flat, room, step, index, group)
+
+
+@contextmanager
+def skipped_where(optimizer: torch.optim.Optimizer, flag: Tensor) -> Iterator[None]:
+    """Make `optimizer.step` leave everything as it is if `flag` is true. Nobody has to read the flag: torch's fused
+    updates and the one above look at it on the device."""
+    keeper: Any = optimizer
+    keeper.found_inf = flag.float()
+    try:
+        yield
+    finally:
+        del keeper.found_inf
+
+
+def update_together(rows: list[tuple[Flat, Tensor]], group: dict[str, Any], skip: Tensor | None) -> None:
+    """Update many parameters on a GPU by few calls, none of which waits: TOGETHER numbers at a time in float32.
+
+    The random numbers of the rounding are the device's own, which a run seeds at every step. Where `skip` is 1 nothing
+    changes: a moment that was read from bfloat16 has zeros for the noise to be cut off with.
+    """
+    steps = [step for _, step in rows]
+    torch._foreach_add_(steps, 1)  # pyright: ignore[reportPrivateImportUsage]
+    for parts in _portions(rows):
+        weights, gradients, firsts, seconds = (
+            list(column) for column in zip(*(flat for flat, _ in parts), strict=True)
+        )
+        sizes = [weight.numel() for weight in weights]
+        m, v = torch.empty(2, sum(sizes), device=weights[0].device)
+        ms, vs = list(m.split(sizes)), list(v.split(sizes))
+        torch._foreach_copy_(ms, firsts)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_copy_(vs, seconds)  # pyright: ignore[reportPrivateImportUsage]
+        fused_update(weights, gradients, ms, vs, [step for _, step in parts], group, skip)
+        round_at_random(v, torch.randint(0, -_CUT, v.shape, dtype=torch.int32, device=v.device))
+        torch._foreach_copy_(firsts, ms)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_copy_(seconds, vs)  # pyright: ignore[reportPrivateImportUsage]
+    if skip is not None:
+        torch._foreach_sub_(steps, [skip] * len(steps))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _portions(rows: list[tuple[Flat, Tensor]]) -> Iterator[list[tuple[Flat, Tensor]]]:
+    """Cut and gather rows so that TOGETHER numbers are in each portion."""
+    portion: list[tuple[Flat, Tensor]] = []
+    room = TOGETHER
+    for flat, step in rows:
+        start, count = 0, flat.weight.numel()
+        while start < count:
+            stop = min(count, start + room)
+            portion.append((Flat(*(tensor[start:stop] for tensor in flat)), step))
+            start, room = stop, room - (stop - start)
+            if not room:
+                yield portion
+                portion, room = [], TOGETHER
+    if portion:
+        yield portion
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this process keeps, where it is spread over several."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def in_pieces(flat: Flat, room: _Room, step: Tensor, index: int, group: dict[str, Any]) -> None:
@@ -103,7 +176,7 @@ def in_pieces(flat: Flat, room: _Room, step: Tensor, index: int, group: dict[str
         m, v = room.first[: weight.numel()], room.second[: weight.numel()]
         m.copy_(first)
         v.copy_(second)
-        fused_update(weight, gradient, m, v, step, group)
+        fused_update([weight], [gradient], [m], [v], [step], group)
         first.copy_(m)
         round_at_random(v, room.noise(v.numel(), (int(step), index, place)))
         second.copy_(v)
@@ -136,15 +209,23 @@ def in_one_pass(
     call(library.adamw, *flat, noise, *sizes, *seed, *map(float, settings), threads=threads)
 
 
-def fused_update(weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, step: Tensor, group: dict[str, Any]) -> None:
+def fused_update(
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    ms: list[Tensor],
+    vs: list[Tensor],
+    steps: list[Tensor],
+    group: dict[str, Any],
+    skip: Tensor | None = None,
+) -> None:
     beta1, beta2 = group["betas"]
     torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
-        [weight],
-        [gradient],
-        [m],
-        [v],
+        weights,
+        gradients,
+        ms,
+        vs,
         [],
-        [step],
+        steps,
         lr=group["lr"],
         beta1=beta1,
         beta2=beta2,
@@ -152,6 +233,7 @@ def fused_update(weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, step: T
         eps=group["eps"],
         amsgrad=False,
         maximize=False,
+        found_inf=skip,
     )
 
 

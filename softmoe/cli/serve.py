@@ -5,6 +5,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 from softmoe.cli.parse import parse
+from softmoe.machine import Precision
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class Arguments:
     image_size: int | tuple[int, int] | None = None
     """Pixels, or HEIGHTxWIDTH; the size the model was saved with if not given."""
     device: str = "auto"
+    precision: Precision = "auto"
+    """What products are computed in: auto (bfloat16 on a GPU that has it, else float32), bfloat16, float32, exact."""
 
 
 def main(argv: list[str]) -> int:
@@ -75,7 +78,7 @@ def main(argv: list[str]) -> int:
         keep_alive=a.keep_alive_seconds,
         connections=a.max_connections,
     )
-    loaded = load(a.model, device=a.device, image_size=a.image_size, weights=a.weights)
+    loaded = load(a.model, device=a.device, image_size=a.image_size, weights=a.weights, precision=a.precision)
     predictor = Predictor(loaded, top=a.top)
     decoders = Decoders(pixel_reader(loaded.transform, a.max_pixels), a.decoders, a.decode_seconds)
     show = {

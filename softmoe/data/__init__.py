@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from softmoe.data.batch import Batch, TooManyBroken, soft_labels
     from softmoe.data.decode import BrokenImage
+    from softmoe.data.feed import Feed, fed
     from softmoe.data.loader import Loader, WorkerDied, evaluation_batches
     from softmoe.data.source import Example, Source, open_source
     from softmoe.data.texts import Captioned, Tokenizer, captions_of, some_captions, train_tokenizer
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "batch": ("Batch", "TooManyBroken", "soft_labels"),
     "decode": ("BrokenImage",),
+    "feed": ("Feed", "fed"),
     "loader": ("Loader", "WorkerDied", "evaluation_batches"),
     "source": ("Example", "Source", "open_source"),
     "texts": ("Captioned", "Tokenizer", "captions_of", "some_captions", "train_tokenizer"),
@@ -28,6 +30,7 @@ __all__ = [
     "BrokenImage",
     "Captioned",
     "Example",
+    "Feed",
     "Loader",
     "Source",
     "Tokenizer",
@@ -37,6 +40,7 @@ __all__ = [
     "WorkerDied",
     "captions_of",
     "evaluation_batches",
+    "fed",
     "open_source",
     "soft_labels",
     "some_captions",

@@ -29,12 +29,14 @@ _SMALL = 1 << 16  # bytes of a tensor that are sent as they are
 class Batch:
     """B images and what is known about them.
 
-    images    (B, 3, H, W) float32 in [-1, 1]
+    images    (B, 3, H, W) float32 in [-1, 1]; in a raw batch (feed.py) still (B, H, W, 3) uint8
     labels    (B,) int64, -1 where the source has no classes; or (B, C) float32: multi-hot, or blended by mixup
     indices   (B,) int64, which examples of the source these are
     captions  for each image, its sentences; none where they were not asked for
     broken    (name, reason) of images that could not be read; others stand in their place in training
     draws     (B,) int64, in training where images have several captions: a random number that chooses one
+    mirrored  (B,) bool, in a raw batch: whose left and right are still to be exchanged
+    blend     (size,) float32, in a raw batch: the weights of the mixup that is still to be done
     """
 
     images: torch.Tensor
@@ -43,6 +45,8 @@ class Batch:
     captions: tuple[tuple[str, ...], ...] = ()
     broken: tuple[tuple[str, str], ...] = ()
     draws: torch.Tensor | None = None
+    mirrored: torch.Tensor | None = None
+    blend: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.images)
@@ -51,6 +55,12 @@ class Batch:
         """Send small tensors as arrays: a tensor from a worker takes a connection of its own (half a millisecond)."""
         parts = [getattr(self, f.name) for f in dataclasses.fields(self)]
         return _unpacked, tuple(p.numpy() if isinstance(p, torch.Tensor) and p.nbytes <= _SMALL else p for p in parts)
+
+    def pin_memory(self) -> Batch:
+        """The batch in memory that a GPU can copy from by itself; torch's loader calls this in a thread of its own."""
+        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        pinned = {name: value.pin_memory() for name, value in found.items() if isinstance(value, torch.Tensor)}
+        return dataclasses.replace(self, **pinned)
 
 
 def _unpacked(*parts: Any) -> Batch:
@@ -92,6 +102,8 @@ class TrainBatches:
     world: int
     rank: int
     captions: bool = True
+    raw: bool = False
+    """Leave the rest to the device: see feed.py."""
 
     def __getitem__(self, step: int) -> Batch:
         return self.several([step])[0]
@@ -116,11 +128,13 @@ class TrainBatches:
         def replace(k: int) -> np.ndarray:
             return generators(self.seed, step, [places[k]], _REPLACE)[0].integers(0, len(self.source), _REPLACEMENTS)
 
-        batch = _assemble(self.source, self.transform, indices, ready, rngs, self.captions, replace)
+        batch = _assemble(self.source, self.transform, indices, ready, rngs, self.captions, replace, self.raw)
         batch = with_draws(batch, self.seed, step, first)
         if not self.transform.config.mixup:
             return batch
         weights = mixup_weights(self.transform.config.mixup, generators(self.seed, step, [0], _MIXUP)[0])
+        if self.raw:
+            return dataclasses.replace(batch, blend=torch.from_numpy(weights.copy()))
         images, labels = mixup(batch.images, soft_labels(batch.labels, len(self.source.classes)), weights)
         return dataclasses.replace(batch, images=images, labels=labels)
 
@@ -145,6 +159,7 @@ class EvaluationBatches:
     world: int
     rank: int
     captions: bool = True
+    raw: bool = False
 
     def __post_init__(self) -> None:
         check_batch(self.batch_size, self.world, self.rank)
@@ -157,7 +172,7 @@ class EvaluationBatches:
         indices = np.arange(step * self.batch_size, stop)[self.rank :: self.world]
         rngs = generators(0, step, indices, _TRANSFORM)
         ready = _read_together(self.source, indices, self.captions)
-        return _assemble(self.source, self.transform, indices, ready, rngs, self.captions, replace=None)
+        return _assemble(self.source, self.transform, indices, ready, rngs, self.captions, None, self.raw)
 
 
 def _assemble(
@@ -168,6 +183,7 @@ def _assemble(
     rngs: list[np.random.Generator],
     captions: bool,
     replace: Callable[[int], np.ndarray] | None,
+    raw: bool,
 ) -> Batch:
     """Read, what is not ready, transform and stack. A broken image is replaced by the first readable of
     `replace(place)`, or left out."""
@@ -188,7 +204,7 @@ def _assemble(
         else:
             if replace is not None:
                 raise TooManyBroken(f"{len(candidates)} images in a row cannot be read, the last is {broken[-1][0]}.")
-    return _stack(source, transform, rows, captions, tuple(broken))
+    return _stack(source, transform, rows, captions, tuple(broken), raw)
 
 
 def _read_together(source: Source, indices: np.ndarray, captions: bool) -> list[Example] | None:
@@ -213,19 +229,23 @@ def _read(
 
 
 def _stack(
-    source: Source, transform: Transform, rows: list, captions: bool, broken: tuple[tuple[str, str], ...]
+    source: Source, transform: Transform, rows: list, captions: bool, broken: tuple[tuple[str, str], ...], raw: bool
 ) -> Batch:
+    mirrored = None
     if not rows:
         pixels = np.empty((0, *transform.config.size, 3), dtype=np.uint8)
+    elif raw:
+        pixels, mirrored = transform.apply_raw([r[1].image for r in rows], [r[2] for r in rows], [r[3] for r in rows])
     else:
         pixels = transform.apply_batch([r[1].image for r in rows], [r[2] for r in rows], [r[3] for r in rows])
     examples = [r[1] for r in rows]
     return Batch(
-        to_tensor(pixels),
+        torch.from_numpy(pixels) if raw else to_tensor(pixels),
         _labels(source, examples),
         torch.tensor([r[0] for r in rows], dtype=torch.int64),
         tuple(e.captions for e in examples) if captions else (),
         broken,
+        mirrored=None if mirrored is None else torch.tensor(mirrored),
     )
 
 

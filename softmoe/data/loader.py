@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from softmoe.data.batch import Batch, EvaluationBatches, TooManyBroken, TrainBatches
@@ -49,6 +50,7 @@ class Loader:
         prefetch: int = 2,
         max_broken: float = 0.01,
         captions: bool = True,
+        raw: bool = False,
     ):
         check_batch(batch_size, world, rank)
         if not len(source):
@@ -60,7 +62,7 @@ class Loader:
         self.steps_per_epoch = -(-len(source) // batch_size)
         self.broken: dict[str, str] = {}  # name -> reason, of all unreadable images met so far
         self._seen = 0
-        self._batches = TrainBatches(source, transform, batch_size, seed, world, rank, captions)
+        self._batches = TrainBatches(source, transform, batch_size, seed, world, rank, captions, raw)
 
     def batches(self, start_step: int = 0) -> Iterator[Batch]:
         """The endless stream from step `start_step` on: a resumed run sees what an uninterrupted one would have."""
@@ -98,10 +100,11 @@ def evaluation_batches(
     workers: int = 0,
     prefetch: int = 2,
     captions: bool = True,
+    raw: bool = False,
 ) -> Iterator[Batch]:
     """Each readable example once, in order; unreadable ones are left out and listed in their batch."""
     _check_workers(workers, prefetch)
-    maker = EvaluationBatches(source, transform, batch_size, world, rank, captions)
+    maker = EvaluationBatches(source, transform, batch_size, world, rank, captions, raw)
     return _made(maker, range(len(maker)), workers, prefetch)
 
 
@@ -148,6 +151,7 @@ def _made(
         prefetch_factor=prefetch,
         collate_fn=_as_is,
         worker_init_fn=_prepare_worker,
+        pin_memory=maker.raw and torch.cuda.is_available(),
         multiprocessing_context=_context(),
     )
     started = False

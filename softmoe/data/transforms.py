@@ -122,18 +122,30 @@ class Transform:
 
     def apply_batch(self, images: list[np.ndarray], plans: list[Plan], rngs: list[np.random.Generator]) -> np.ndarray:
         """(B, H, W, 3) uint8. Each image has its own generator, so a batch equals its images one by one."""
+        sized, mirrored = self.apply_raw(images, plans, rngs)
+        if mirrored is not None:
+            mirror(sized, mirrored)
+        return sized
+
+    def apply_raw(
+        self, images: list[np.ndarray], plans: list[Plan], rngs: list[np.random.Generator]
+    ) -> tuple[np.ndarray, list[bool] | None]:
+        """As `apply_batch`, but which images are to be mirrored is only said, where nothing comes after that."""
         sized = np.empty((len(images), *self.config.size, 3), dtype=np.uint8)
         for place, image, plan in zip(sized, images, plans, strict=True):
             place[:] = self._resized(image, plan)
+        mirrored = None
         if not self.train:
-            return sized
+            return sized, None
         if self.crop == "pad_crop":
             sized = self._small_crops(sized, rngs)
         elif self.config.flip:
-            mirror(sized, [rng.random() < 0.5 for rng in rngs])
+            mirrored = [rng.random() < 0.5 for rng in rngs]
         if self.config.rand_layers or self.config.erase:
-            sized = np.stack([self._augmented(image, rng) for image, rng in zip(sized, rngs, strict=True)])
-        return sized
+            if mirrored is not None:
+                mirror(sized, mirrored)
+            return np.stack([self._augmented(image, rng) for image, rng in zip(sized, rngs, strict=True)]), None
+        return sized, mirrored
 
     def _augmented(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         config = self.config

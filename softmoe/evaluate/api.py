@@ -12,6 +12,8 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
+from softmoe.machine import Precision
+
 if TYPE_CHECKING:
     from softmoe.evaluate.classify import Prediction, Unreadable
     from softmoe.evaluate.features import Progress
@@ -37,6 +39,14 @@ class OverImages:
     workers: int = 0
     """Processes that read images."""
     device: str = "auto"
+    precision: Precision = "auto"
+    """What products are computed in: auto (bfloat16 on a GPU that has it, else float32), bfloat16, float32 (TF32 on a
+    GPU), exact."""
+
+    @property
+    def model_options(self) -> dict[str, Any]:
+        """Arguments for `load` and `load_towers`."""
+        return {"device": self.device, "image_size": self.image_size, "precision": self.precision}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from softmoe.data import Batch, evaluation_batches, to_tensor
+from softmoe.data import Batch, evaluation_batches, fed, to_tensor
+from softmoe.data.feed import one_behind
 from softmoe.evaluate.inputs import FileSource, Loaded
 from softmoe.models.classification import Loss, Totals
 from softmoe.moe.record import evaluating
@@ -55,18 +56,17 @@ def count(
     *,
     loss: Loss = "softmax",
     total: Callable[[Tensor], Tensor] | None = None,
-    see: Callable[[Batch, Tensor], None] | None = None,
+    see: Callable[[Tensor, Tensor, Tensor], None] | None = None,
 ) -> Totals:
-    """Run the model over the batches and keep all sums; `see` is shown each batch and its logits."""
+    """Run the model over the batches and keep all sums; `see` is shown examples, labels and logits of each."""
     device = next(model.parameters()).device
     totals = Totals(outputs_of(model), loss)
     with evaluating(model), torch.inference_mode():
-        for batch in batches:
-            if len(batch):
-                logits_BC = model(batch.images.to(device))
-                totals.add(logits_BC, batch.labels)
-                if see is not None:
-                    see(batch, logits_BC)
+        found = ((model(b.images), b.labels, b.indices) for b in fed(batches, device) if len(b))
+        for logits_BC, labels, indices_B in one_behind(found):
+            totals.add(logits_BC, labels)
+            if see is not None:
+                see(indices_B, labels, logits_BC)
     if total is not None:
         totals.reduce(total)
     return totals

@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from softmoe.data import Batch, Source, Transform, evaluation_batches
+from softmoe.data import Batch, Source, Transform, evaluation_batches, fed
+from softmoe.data.feed import one_behind
 from softmoe.data.files import cache_folder
 from softmoe.models import VisionTransformer
 from softmoe.moe.record import evaluating
@@ -80,6 +81,8 @@ def cache_key(model: VisionTransformer, source: Source, transform: Transform) ->
     kept = ("image_size", "central_ratio", "antialias")  # all that evaluation looks at
     seen = {"crop": transform.crop} | {name: config[name] for name in kept}
     said = [_VERSION, model_hash(model), source.fingerprint, seen]
+    if (dtype := getattr(model, "computes_in", None)) is not None:
+        said.append(str(dtype))
     return hashlib.blake2b(json.dumps(said, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
@@ -110,16 +113,18 @@ def _compute(
     vectors: np.memmap | None = None
     labels, indices, done = [], [], 0
     with evaluating(model), torch.inference_mode():
-        for batch in evaluation_batches(source, transform, batch_size, workers=workers):
-            if len(batch):
-                found = batch_features(model, batch, device)
-                if vectors is None:
-                    shape = (rows, found.shape[1])
-                    vectors = np.lib.format.open_memmap(folder / "features.npy", "w+", np.float32, shape)
-                vectors[done : done + len(found)] = found
-                labels.append(batch.labels.numpy())
-                indices.append(batch.indices.numpy())
-                done += len(found)
+        raw = device.type != "cpu"
+        batches = fed(evaluation_batches(source, transform, batch_size, workers=workers, raw=raw), device)
+        results = ((batch_features(model, b), b.labels, b.indices) for b in batches if len(b))
+        for found, labels_B, indices_B in one_behind(results):
+            check_finite(found)
+            if vectors is None:
+                shape = (rows, found.shape[1])
+                vectors = np.lib.format.open_memmap(folder / "features.npy", "w+", np.float32, shape)
+            vectors[done : done + len(found)] = found.numpy()
+            labels.append(labels_B.numpy())
+            indices.append(indices_B.numpy())
+            done += len(found)
             if progress is not None:
                 progress(min(done, rows), rows)
     if vectors is None:
@@ -131,11 +136,14 @@ def _compute(
     write_json(folder / "facts.json", facts)
 
 
-def batch_features(model: VisionTransformer, batch: Batch, device: torch.device) -> np.ndarray:
-    vectors_BD = model.forward_head(model.forward_features(batch.images.to(device)), pre_logits=True)
-    if not vectors_BD.isfinite().all():
+def batch_features(model: VisionTransformer, batch: Batch) -> torch.Tensor:
+    """(B, D) float32: the vectors before the head, where the model is."""
+    return model.forward_head(model.forward_features(batch.images), pre_logits=True).float()
+
+
+def check_finite(vectors: torch.Tensor) -> None:
+    if not vectors.isfinite().all():
         raise ValueError("the model's features are not finite numbers: its weights are damaged or training diverged")
-    return vectors_BD.float().cpu().numpy()
 
 
 def _read(folder: Path, classes: tuple[str, ...], *, mapped: bool = True) -> Features:

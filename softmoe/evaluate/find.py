@@ -72,7 +72,7 @@ def run_search(options: Search, progress: Progress | None = None) -> Hits:
                 f"there is no image file or folder {name!r}; the text to search for is one argument, in quotes"
             )
     source = FilesAsTheyAre(find_images(names))
-    towers = load_towers(options.model, device=options.device, image_size=options.image_size)
+    towers = load_towers(options.model, **options.model_options)
     image_nE, features = towers.embed_images(source, **options.feature_options(progress))
     score_n = image_nE @ towers.embed_texts([options.query])[0]
     order = score_n.argsort(descending=True, stable=True)[: options.top].tolist()

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -16,12 +17,13 @@ from softmoe.data.decode import decode, read_image_file
 from softmoe.data.folder import IMAGE_SUFFIXES
 from softmoe.data.source import MinSide, fingerprint
 from softmoe.inference import Storage, open_mapped, prepare
-from softmoe.machine import choose_device
-from softmoe.models import VisionTransformer
+from softmoe.machine import Precision, choose_device, choose_precision
+from softmoe.models import TwoTower, VisionTransformer
 from softmoe.storage import Preprocessing, SavedModel, load_saved, open_saved
 from softmoe.storage.files import read_json
 
 logger = logging.getLogger("softmoe")
+AnyModel = TypeVar("AnyModel", VisionTransformer, TwoTower)
 ReadBatch = Callable[..., list[Example]]  # (indices, captions)
 
 
@@ -57,17 +59,32 @@ def load(
     device: str = "auto",
     image_size: int | tuple[int, int] | None = None,
     weights: Storage | None = None,
+    precision: Precision = "auto",
 ) -> Loaded:
     """Load a saved model, run or Hub id; at another resolution, and prepared for inference with `weights`, if asked."""
     saved = open_model(where)
     place, p = choose_device(device), preprocessing_at(saved, image_size)
     if weights is None:
-        return Loaded(load_saved(saved, place), saved, p)
+        return Loaded(compute_in(precision, load_saved(saved, place)), saved, p)
     if weights == "mapped":
         if place.type != "cpu":
             raise ValueError(f"mapped weights are used where they lie, on the CPU, not on {place}")
         return Loaded(open_mapped(saved.folder), saved, p)
-    return Loaded(prepare(load_saved(saved, place, dtype=torch.float32), weights), saved, p)
+    prepared = prepare(load_saved(saved, place, dtype=torch.float32), weights)
+    return Loaded(compute_in(precision, prepared), saved, p)
+
+
+def compute_in(precision: Precision, model: AnyModel) -> AnyModel:
+    """Let a model compute its products in this precision, whoever calls it: its methods run under autocast."""
+    device = next(model.parameters()).device
+    dtype = choose_precision(precision, device, logger.warning)
+    if dtype is not None:
+        cast = torch.autocast(device.type, dtype=dtype)
+        for name in ("forward", "forward_features", "forward_head", "embed_images", "embed_texts"):
+            if hasattr(model, name):
+                setattr(model, name, cast(getattr(model, name)))
+    model.__dict__["computes_in"] = dtype  # a part of what its features are kept under
+    return model
 
 
 def preprocessing_at(saved: SavedModel, image_size: int | tuple[int, int] | None) -> Preprocessing:

@@ -23,8 +23,14 @@ from torch import Tensor
 from softmoe.data import Captioned, Source, Tokenizer, Transform, captions_of, open_source
 from softmoe.evaluate.api import Retrieve, ZeroShot
 from softmoe.evaluate.features import Features, Progress, extract
-from softmoe.evaluate.inputs import evaluation_transform, open_model, preprocessing_at, random_subset
-from softmoe.machine import choose_device
+from softmoe.evaluate.inputs import (
+    compute_in,
+    evaluation_transform,
+    open_model,
+    preprocessing_at,
+    random_subset,
+)
+from softmoe.machine import Precision, choose_device
 from softmoe.models import TwoTower
 from softmoe.models.two_tower import unit
 from softmoe.moe.record import evaluating
@@ -78,10 +84,17 @@ class Towers:
         return torch.cat(rows)
 
 
-def load_towers(where: str | Path, *, device: str = "auto", image_size: int | tuple[int, int] | None = None) -> Towers:
+def load_towers(
+    where: str | Path,
+    *,
+    device: str = "auto",
+    image_size: int | tuple[int, int] | None = None,
+    precision: Precision = "auto",
+) -> Towers:
     """Open the two towers of a saved folder, a run or a Hub id; at another resolution if asked."""
     saved = open_model(where)
-    model = load_two_tower(saved, choose_device(device))
+    model = compute_in(precision, load_two_tower(saved, choose_device(device)))
+    compute_in(precision, model.image)  # its features are computed and kept by themselves
     assert saved.tokenizer is not None
     tokenizer = Tokenizer(saved.tokenizer.name, saved.tokenizer.data, saved.tokenizer.lower)
     if tokenizer.size != model.config.text.vocab_size:
@@ -99,7 +112,7 @@ _BLOCK = 1024
 def run_retrieve(options: Retrieve, progress: Progress | None = None) -> dict[str, Any]:
     """Recalls with all captions of every image. Images without a caption are left out."""
     source = Captioned(random_subset(open_source(options.data, options.split), options.examples), options.data)
-    towers = load_towers(options.model, device=options.device, image_size=options.image_size)
+    towers = load_towers(options.model, **options.model_options)
     image_nE, features = towers.embed_images(source, **options.feature_options(progress))
     texts, owners = [], []
     for row, captions in enumerate(captions_of(source, features.indices)):
@@ -173,7 +186,7 @@ def run_zeroshot(options: ZeroShot, progress: Progress | None = None) -> dict[st
         raise ValueError("this data has no classes, so nothing can be right or wrong; try `softmoe retrieve`")
     names = class_names(source, options.classes)
     prompts = check_templates(TEMPLATES if options.templates is None else read_templates(options.templates))
-    towers = load_towers(options.model, device=options.device, image_size=options.image_size)
+    towers = load_towers(options.model, **options.model_options)
     image_nE, features = towers.embed_images(source, **options.feature_options(progress))
     class_CE = class_vectors(towers, names, prompts)
     rank_n = class_ranks(image_nE, torch.from_numpy(features.labels), class_CE)

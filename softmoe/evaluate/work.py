@@ -16,7 +16,7 @@ from softmoe.evaluate.ridge import few_shot
 
 def run_evaluate(options: Evaluate, progress: Progress | None = None) -> dict[str, Any]:
     """Return named numbers and what they were measured on, as plain values for JSON."""
-    loaded = load(options.model, device=options.device, image_size=options.image_size, weights=options.weights)
+    loaded = load(options.model, weights=options.weights, **options.model_options)
     judged = (
         Beside(loaded.model, load(options.model, device=options.device).model) if options.agreement else loaded.model
     )
@@ -30,7 +30,8 @@ def run_evaluate(options: Evaluate, progress: Progress | None = None) -> dict[st
 
     def watched() -> Iterator[Batch]:
         done = 0
-        for batch in evaluation_batches(matched, loaded.transform, options.batch_size, workers=options.workers):
+        how_made = {"workers": options.workers, "raw": next(loaded.model.parameters()).device.type != "cpu"}
+        for batch in evaluation_batches(matched, loaded.transform, options.batch_size, **how_made):
             broken.extend(batch.broken)
             yield batch
             done += len(batch) + len(batch.broken)
@@ -42,7 +43,7 @@ def run_evaluate(options: Evaluate, progress: Progress | None = None) -> dict[st
         judged,
         watched(),
         loss=options.loss,
-        see=lambda batch, logits_BC: mistakes.add(batch.indices, batch.labels, logits_BC),
+        see=mistakes.add,
     )
     names = loaded.saved.classes or matched.classes
     return {
@@ -62,7 +63,7 @@ def run_evaluate(options: Evaluate, progress: Progress | None = None) -> dict[st
 
 def run_fewshot(options: FewShot, progress: Progress | None = None) -> dict[str, Any]:
     """Accuracies by data and number of shots; nearest neighbors and a probe if asked."""
-    loaded = load(options.model, device=options.device, image_size=options.image_size)
+    loaded = load(options.model, **options.model_options)
     sources = {name: (_part(options, name, "train"), _part(options, name, "test")) for name in as_list(options.data)}
 
     def features(source: Source) -> Features:
@@ -92,7 +93,7 @@ def _part(options: FewShot, name: str, part: str) -> Source:
 def run_predict(options: Predict, progress: Progress | None = None) -> tuple[list[Prediction], list[Unreadable]]:
     """Classes and features of what can be read, and what cannot."""
     paths = find_images(as_list(options.images))
-    loaded = load(options.model, device=options.device, image_size=options.image_size, weights=options.weights)
+    loaded = load(options.model, weights=options.weights, **options.model_options)
     predictor = Predictor(loaded, top=options.top)
     found = list(predictor.predict_files(paths, batch_size=options.batch_size, workers=options.workers))
     return [p for p in found if isinstance(p, Prediction)], [u for u in found if isinstance(u, Unreadable)]

@@ -15,7 +15,7 @@ to keep of them.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -41,6 +41,9 @@ class Snapshot:
     step: int
     tensors: dict[str, Tensors]
     texts: dict[str, dict[str, Any]]
+    ready: Callable[[], bool] | None = None
+    """Waits until the copies from a GPU have arrived, and says whether the weights are finite; None: they have, and
+    are. It is called by whoever writes, so that training goes on meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,15 @@ def place(folder: Path, name: str) -> Path:
 
 
 def copy_tensors(tensors: Mapping[str, Tensor]) -> Tensors:
-    """Copy tensors to main memory, where training will not change them."""
-    return {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
+    """Copy tensors to main memory, where training will not change them. Copies from a GPU are not waited for; what is
+    given to the GPU afterwards comes after them."""
+    return {name: _host_copy(tensor.detach()) for name, tensor in tensors.items()}
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    if tensor.device.type != "cuda" or hasattr(tensor, "to_local"):
+        return tensor.to("cpu", copy=True).contiguous()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def write_checkpoint(folder: Path, snapshot: Snapshot, group: Any = None) -> Path:

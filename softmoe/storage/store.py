@@ -48,6 +48,8 @@ class CheckpointStore:
     ):
         self.folder, self.config, self.report = folder, config, report
         self.failed_saves = 0
+        self.spoiled = False
+        """Whether a copy turned out to have weights that are not finite, and was not written."""
         self.last_good: int | None = None
         self._talk, self._saving = talk, saving
         self._leads = talk is None or talk.rank() == 0
@@ -122,6 +124,10 @@ class CheckpointStore:
         return self.path(step).rename(aside)
 
     def _write(self, snapshot: Snapshot, best: int | None) -> None:
+        if snapshot.ready is not None and not snapshot.ready():
+            self.spoiled = True
+            self.report(f"step {snapshot.step} is not saved: its weights are not finite numbers")
+            return
         try:
             self._put(snapshot)
         except OSError as error:

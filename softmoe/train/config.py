@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from softmoe.data import TransformConfig
+from softmoe.machine import Precision
 from softmoe.storage.files import from_dict, to_dict
 from softmoe.storage.store import CheckpointSection
 from softmoe.train.model_section import ModelSection, TextSection
@@ -142,8 +143,9 @@ class TrainConfig:
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     log: LogSection = field(default_factory=LogSection)
     parallel: ParallelSection = field(default_factory=ParallelSection)
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16 computes products in bfloat16 where this machine truly can; weights stay float32."""
+    precision: Precision = "auto"
+    """What products are computed in; weights stay float32. auto is bfloat16 on a CUDA device that has it and float32
+    elsewhere; on CUDA float32 takes TF32 products, and exact does not."""
     compile: bool = False
     ema: float | None = None
     """Keep an average of the weights with this decay (0.9999) and evaluate it."""

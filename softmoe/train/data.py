@@ -16,6 +16,7 @@ from torch import Tensor
 from softmoe.data import (
     Batch,
     Captioned,
+    Feed,
     Loader,
     Source,
     Tokenizer,
@@ -23,6 +24,7 @@ from softmoe.data import (
     TransformConfig,
     captions_of,
     evaluation_batches,
+    fed,
     open_source,
     some_captions,
     train_tokenizer,
@@ -30,11 +32,13 @@ from softmoe.data import (
 from softmoe.data.batch import with_draws
 from softmoe.data.order import order
 from softmoe.models import VisionTransformer
+from softmoe.models.classification import check_labels
 from softmoe.storage.files import write_bytes
 from softmoe.storage.saved import TOKENIZER_FILES
 from softmoe.train.config import TrainConfig
 from softmoe.train.distributed import Team
 
+CPU = torch.device("cpu")
 LEARN_FROM = 100_000  # examples whose captions a tokenizer is learned from, at most
 Extract = Callable[[VisionTransformer, Source, Transform], Any]
 """Features of all images of a source, with `.vectors` (n, D) and `.indices` (n,): softmoe.evaluate.extract."""
@@ -72,9 +76,13 @@ class Data:
     """Of a text tower."""
     captions: bool = True
     """Whether batches have them."""
+    device: torch.device = CPU
+    """Where batches go: to another one than the CPU they leave the workers raw (softmoe.data.feed)."""
 
     @classmethod
-    def open(cls, config: TrainConfig, world: int = 1, rank: int = 0, captions: bool = True) -> "Data":
+    def open(
+        cls, config: TrainConfig, world: int = 1, rank: int = 0, captions: bool = True, device: torch.device = CPU
+    ) -> "Data":
         d = config.data
         train, val = open_sources(config)
         if config.text.size is not None:
@@ -90,8 +98,9 @@ class Data:
             d.prefetch,
             d.max_broken,
             captions,
+            raw=device.type != "cpu",
         )
-        return cls(config, train, val, loader, world, rank, captions=captions)
+        return cls(config, train, val, loader, world, rank, captions=captions, device=device)
 
     def facts(self) -> dict[str, Any]:
         facts = {"train_data": self.train.fingerprint, "classes": len(self.train.classes)}
@@ -115,10 +124,25 @@ class Data:
             d.workers,
             d.prefetch,
             self.captions,
+            raw=self.device.type != "cpu",
         )
-        if examples is None:
-            return batches
-        return first_examples(batches, examples) if self.world == 1 else share_of_first(batches, examples, size)
+        if examples is not None:
+            shared = self.world > 1
+            batches = share_of_first(batches, examples, size) if shared else first_examples(batches, examples)
+        return fed(batches, self.device)
+
+    def feed(self, batches: Iterable[Batch], device: torch.device) -> Feed:
+        """Training batches on the device, one ahead. Labels are looked at here, where nobody has to wait for that."""
+        classes = len(self.train.classes)
+        outputs = self.config.model.num_classes or classes
+
+        def checked() -> Iterator[Batch]:
+            for batch in batches:
+                if self.tokenizer is None and outputs:
+                    check_labels(batch.labels, outputs)
+                yield batch
+
+        return Feed(batches if device.type == "cpu" else checked(), device, classes)
 
 
 def first_examples(batches: Iterable[Batch], examples: int) -> Iterator[Batch]:
@@ -151,17 +175,6 @@ def split_batch(batch: Any, count: int) -> list[Any]:
     """`count` equal parts."""
     size = len(batch.images) // count
     return [batch] if count == 1 else [slice_batch(batch, i * size, (i + 1) * size) for i in range(count)]
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    if device.type == "cpu":
-        return batch
-    moved = {
-        f.name: value.to(device, non_blocking=True)
-        for f in fields(batch)
-        if isinstance(value := getattr(batch, f.name), Tensor)
-    }
-    return replace(batch, **moved)
 
 
 def prepare_tokenizer(config: TrainConfig, folder: Path, source: Source, team: Team) -> Tokenizer:

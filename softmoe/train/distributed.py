@@ -21,6 +21,8 @@ from softmoe.models import TwoTower, VisionTransformer, ViTConfig
 from softmoe.parallel import clip_by_global_norm, global_norm
 from softmoe.train.config import ParallelSection, TrainConfig
 
+Answer = Callable[[], tuple[Signals | None, Exception | None]]
+"""Waits for the other processes and says whether to stop: the signal, or why there is no batch."""
 LOST = ("gloo", "timed out", "timeout", "connection closed", "connection reset", "nccl")
 
 
@@ -99,19 +101,21 @@ class Team:
         dist.all_reduce(values)
         return values / self.world
 
-    def agree(
-        self, signal: Signals | None, failure: Exception | None = None
-    ) -> tuple[Signals | None, Exception | None]:
-        """The same answer everywhere, so that all stop after the same step: for a signal, or because a process has no
-        batch for the next one."""
+    def ask(self, signal: Callable[[], Signals | None], failure: Exception | None = None) -> Answer:
+        """Ask all processes, while the step is computed, whether to stop after it: for a signal, or because a process
+        has no batch for the next one. The answer is the same everywhere."""
         if self.world == 1:
-            return signal, failure
-        flags = torch.tensor([0 if signal is None else int(signal), int(failure is not None)])
-        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
-        number, failed = flags.tolist()
-        if failed and failure is None:
-            failure = PeerLost("another process has no data to go on with; its own message says why")
-        return Signals(number) if number else None, failure
+            return lambda: (signal(), failure)
+        flags = torch.tensor([int(signal() or 0), int(failure is not None)])
+        exchange: Any = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+        def answer() -> tuple[Signals | None, Exception | None]:
+            exchange.wait()
+            number, failed = flags.tolist()
+            why = PeerLost("another process has no data to go on with; its own message says why") if failed else None
+            return Signals(number) if number else None, failure or why
+
+        return answer
 
     def wait(self) -> None:
         if self.world > 1:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from softmoe.data import Batch
+from softmoe.data.feed import one_behind
 from softmoe.models import Embeddings
 from softmoe.models.classification import Loss, Totals
 from softmoe.train.data import Data
@@ -26,11 +27,10 @@ def classify(model: nn.Module, batches: Iterable[Batch], loss: Loss = "softmax")
     """top1, top5 and mean loss. With several labels per image a prediction counts if it is one of them."""
     device = next(model.parameters()).device
     totals: Totals | None = None
-    for batch in batches:
-        if len(batch.images):
-            logits_BC = model(batch.images.to(device))
-            totals = totals or Totals(logits_BC.shape[-1], loss)
-            totals.add(logits_BC, batch.labels)
+    found = ((model(batch.images.to(device)), batch.labels) for batch in batches if len(batch.images))
+    for logits_BC, labels in one_behind(found):
+        totals = totals or Totals(logits_BC.shape[-1], loss)
+        totals.add(logits_BC, labels)
     if totals is None:
         raise ValueError("there is nothing to evaluate on: the validation data has no readable image")
     numbers = totals.numbers()
@@ -43,24 +43,33 @@ def match_pairs(model: nn.Module, batches: Iterable[Batch], objective: Contrasti
     device = next(model.parameters()).device
     sums = {"top1": 0.0, "image_to_text": 0.0, "text_to_image": 0.0, "loss": 0.0}
     pairs = 0
-    for batch in batches:
-        if not len(batch.images):
-            continue
-        e: Embeddings = model(batch.images.to(device), objective.tokens(batch).to(device))
-        assert e.image is not None
-        assert e.text is not None
-        cosines_BB = e.image @ e.text.T
-        own_B = cosines_BB.diagonal()
-        to_text = ((cosines_BB >= own_B[:, None]).sum(1) == 1).sum()
-        to_image = ((cosines_BB >= own_B[None, :]).sum(0) == 1).sum()
+
+    def found() -> Iterator[tuple[Tensor, ...]]:
+        for batch in batches:
+            if len(batch.images):
+                tokens = objective.tokens(batch).to(device, non_blocking=True)
+                yield (*matches(model(batch.images.to(device), tokens), objective.config.loss), batch.indices)
+
+    for to_text, to_image, loss, indices in one_behind(found()):
         sums["image_to_text"] += float(to_text)
         sums["text_to_image"] += float(to_image)
         sums["top1"] += float(to_text + to_image) / 2
-        sums["loss"] += float(contrastive_loss(e, objective.config.loss, alone=True)) * len(batch.images)
-        pairs += len(batch.images)
+        sums["loss"] += float(loss) * len(indices)
+        pairs += len(indices)
     if not pairs:
         raise ValueError("there is nothing to evaluate on: the validation data has no readable image with a caption")
     return {name: value / pairs for name, value in sums.items()}
+
+
+def matches(e: Embeddings, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Images whose own caption is the nearest, captions whose own image is, and the loss of the batch."""
+    assert e.image is not None
+    assert e.text is not None
+    cosines_BB = e.image @ e.text.T
+    own_B = cosines_BB.diagonal()
+    to_text = ((cosines_BB >= own_B[:, None]).sum(1) == 1).sum()
+    to_image = ((cosines_BB >= own_B[None, :]).sum(0) == 1).sum()
+    return to_text, to_image, contrastive_loss(e, kind, alone=True)
 
 
 def evaluate_share(evaluator: Evaluator, model: nn.Module, data: Data, team: Team) -> dict[str, float]:

@@ -44,6 +44,7 @@ FREE = (
     "data.max_broken",
     "max_bad_steps",
     "threads",
+    "precision",  # what it came to be on the device is a fact of the run, and that may not change
     "parallel.",
 )
 FUTURE = ("steps", "schedule.")

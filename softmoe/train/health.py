@@ -18,7 +18,7 @@ IDLE = 0.5
 
 
 @torch.no_grad()
-def router_health(router: Router, routing: Routing) -> dict[str, float]:
+def router_health(router: Router, routing: Routing) -> dict[str, Tensor]:
     """Named numbers of one layer. One pass over its weights, no products of slots with slots."""
     numbers: dict[str, Tensor] = {}
     if isinstance(routing, DenseRouting):
@@ -33,7 +33,7 @@ def router_health(router: Router, routing: Routing) -> dict[str, float]:
         if router.scale is not None:
             numbers["scale"] = router.scale.detach()
         numbers["slot_similarity"] = mean_cosine(whole(router.phi.detach()).flatten(1))
-    return {name: float(value) for name, value in numbers.items()}
+    return numbers
 
 
 def mean_cosine(vectors_DS: Tensor) -> Tensor:
@@ -41,13 +41,20 @@ def mean_cosine(vectors_DS: Tensor) -> Tensor:
     S = vectors_DS.shape[1]
     if S < 2:
         return vectors_DS.new_zeros(())
-    unit_DS = torch.nn.functional.normalize(vectors_DS.double(), dim=0)
+    wide_DS = vectors_DS.double() if vectors_DS.device.type == "cpu" else vectors_DS.float()
+    unit_DS = torch.nn.functional.normalize(wide_DS, dim=0)
     return (unit_DS.sum(1).square().sum() - S) / (S * (S - 1))
 
 
 def model_health(routers: Mapping[str, Router], routings: Mapping[str, Routing]) -> dict[str, dict[str, float]]:
-    """{layer: numbers}, by the layers' names."""
-    return {name: router_health(routers[name], routing) for name, routing in routings.items()}
+    """{layer: numbers}, by the layers' names. They are read together, so that a GPU is waited for once."""
+    found = {name: router_health(routers[name], routing) for name, routing in routings.items()}
+    flat = [value for numbers in found.values() for value in numbers.values()]
+    if not flat:
+        return {name: {} for name in found}
+    wide = torch.float64 if flat[0].device.type == "cpu" else torch.float32
+    values = iter(torch.stack([value.to(wide) for value in flat]).tolist())
+    return {name: {key: next(values) for key in numbers} for name, numbers in found.items()}
 
 
 class HealthWatch:

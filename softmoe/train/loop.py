@@ -11,14 +11,18 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from types import FrameType
 
-from softmoe.data import Batch, WorkerDied
+import torch
+from torch import Tensor
+
+from softmoe.data import WorkerDied
 from softmoe.parallel import local
 from softmoe.storage.checkpoint import Checkpoint, Snapshot, copy_tensors, optimizer_tensors
 from softmoe.storage.checkpoint import restore as restore_tensors
 from softmoe.train.config import TrainConfig
-from softmoe.train.data import Extract, to_device
+from softmoe.train.data import Extract
 from softmoe.train.distributed import process_team
 from softmoe.train.evaluation import Evaluator
 from softmoe.train.folder import RunFolder, differences
@@ -26,7 +30,7 @@ from softmoe.train.log import Clock, make_sinks
 from softmoe.train.objectives import Objective
 from softmoe.train.reporting import diverged, evaluate, log, report_bad_step, show_progress
 from softmoe.train.run import Run, TrainState, build
-from softmoe.train.step import train_step
+from softmoe.train.step import settle, train_step
 
 
 @dataclass(frozen=True)
@@ -117,47 +121,42 @@ def run_steps(run: Run, stop: StopRequest) -> None:
     config, done = run.config, run.done
     if done.step >= config.steps:
         return
-    batches = run.data.loader.batches(done.step)
-    clock = Clock()
-    while done.step < config.steps:
-        start = time.perf_counter()
-        batch, failure = next_batch(batches)
-        stop.signal, failure = run.team.agree(stop.signal, failure)
+    clock, start = Clock(), time.perf_counter()
+    feed = run.data.feed(run.data.loader.batches(done.step), run.device)
+    answer = run.team.ask(lambda: stop.signal, feed.fetch())
+    while True:
+        stop.signal, failure = answer()
         if failure is not None:
             save(run)
             raise failure
-        if stop.signal is not None:
+        if stop.signal is not None or done.step >= config.steps:
             return
         log_now = (done.step + 1) % config.log.every == 0 or done.step + 1 == config.steps
-        batch = to_device(batch, run.device)
-        loss, rate = train_step(run, batch, keep_routing=log_now and config.log.health)
+        train_step(run, feed.take(), keep_routing=log_now and config.log.health)
+        failure = feed.fetch() if done.step < config.steps else None  # while the device works
+        answer = run.team.ask(lambda: stop.signal, failure)
         done.device_seconds += time.perf_counter() - start
-        after_step(run, clock, loss, rate, log_now=log_now)
-    stop.signal, _ = run.team.agree(stop.signal)
+        after_step(run, clock, log_now=log_now)
+        start = time.perf_counter()
 
 
-def next_batch(batches: Iterator[Batch]) -> tuple[Batch | None, Exception | None]:
-    """A batch, or why there is none: all processes must hear of it before they can save and stop together."""
-    try:
-        return next(batches), None
-    except Exception as error:
-        return None, error
-
-
-def after_step(run: Run, clock: Clock, loss: float, rate: float, *, log_now: bool) -> None:
+def after_step(run: Run, clock: Clock, *, log_now: bool) -> None:
     """Stop a diverged run; log, evaluate and save, in this order, where it is time to."""
-    config, done = run.config, run.done
+    config, done, every = run.config, run.done, run.config.evaluation.every
     last = done.step == config.steps
+    evaluate_now = last or bool(every and done.step % every == 0)
+    save_now = last or done.step % config.checkpoint.every == 0
+    if log_now or evaluate_now or save_now:
+        settle(run)
     if run.progress.due(tenth=done.step % max(1, config.steps // 10) == 0):
-        show_progress(run, clock, loss, rate)
-    if done.bad_in_a_row:
-        report_bad_step(run, loss)
+        show_progress(run, clock)
+    if run.bad_step is not None:
+        report_bad_step(run)
     begun = time.perf_counter()
     if log_now:
-        log(run, rate)
-    every = config.evaluation.every
-    improved = evaluate(run) if last or (every and done.step % every == 0) else False
-    if last or done.step % config.checkpoint.every == 0 or (improved and config.checkpoint.keep_best):
+        log(run)
+    improved = evaluate_now and evaluate(run)
+    if save_now or (improved and config.checkpoint.keep_best):
         save(run)
     clock.skip(time.perf_counter() - begun)
     clock.begin(done.step)
@@ -165,7 +164,7 @@ def after_step(run: Run, clock: Clock, loss: float, rate: float, *, log_now: boo
 
 def resume(run: Run) -> None:
     """Continue from the newest whole checkpoint, or begin. ValueError if the folder holds another run."""
-    stored, facts = run.folder.stored(), run.data.facts()
+    stored, facts = run.folder.stored(), run.facts()
     found = run.store.latest()
     step = found.step if found else 0
     changed = (
@@ -210,6 +209,7 @@ def restore(run: Run, found: Checkpoint) -> None:
 def save(run: Run) -> None:
     """Hand a copy of the state to the writer, once per step. A step that was skipped is not saved, and weights that are
     not finite end the run: neither may take the place of a good checkpoint."""
+    settle(run)
     done = run.done
     if run.saved_step == done.step or done.bad_in_a_row:
         return
@@ -220,8 +220,13 @@ def save(run: Run) -> None:
     }
     if run.average is not None:
         tensors["ema"] = copy_tensors(run.average.model.state_dict())
-    finite = all(local(t).isfinite().all() for t in tensors["model"].values())
-    if not all(run.team.gather(finite)):
+    finite = partial(all_finite, tensors["model"])
+    ready = None
+    if run.device.type == "cuda" and run.team.world == 1:
+        arrived = torch.cuda.Event()
+        arrived.record()
+        ready = lambda: arrived.synchronize() is None and finite()  # noqa: E731
+    if run.store.spoiled or (ready is None and not all(run.team.gather(finite()))):
         raise diverged(run, "the weights are not finite numbers")
     state = {
         "step": done.step,
@@ -232,8 +237,12 @@ def save(run: Run) -> None:
         "config": run.config.to_dict(),
     }
     texts = {"config": run.model.config.to_dict(), "state": state}
-    run.store.save(Snapshot(done.step, tensors, texts), best=None if done.best is None else done.best["step"])
+    run.store.save(Snapshot(done.step, tensors, texts, ready), best=None if done.best is None else done.best["step"])
     run.saved_step = done.step
+
+
+def all_finite(weights: Mapping[str, Tensor]) -> bool:
+    return all(bool(local(weight).isfinite().all()) for weight in weights.values())
 
 
 @contextmanager

@@ -35,13 +35,24 @@ def make_optimizer(
         config = replace(config, lr_patterns=(LOCKED, *config.lr_patterns))
     groups = parameter_groups(model, config)
     if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=0.0, momentum=config.momentum)
+        return make_sgd(groups, config.momentum)
     betas = (config.beta1, config.beta2)
     if config.states == "bfloat16":
         from softmoe.accelerate.optimizer import CompactAdamW
 
         return CompactAdamW(groups, lr=0.0, betas=betas, eps=config.eps)
     return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.eps, fused=True)
+
+
+def make_sgd(groups: list[dict], momentum: float) -> torch.optim.Optimizer:
+    """SGD; on a GPU by the fused update, which can be told on the device to skip a step. Its memory begins at zero, as
+    if the first step were any other: one that is skipped leaves it so."""
+    on_gpu = groups[0]["params"][0].device.type == "cuda"
+    optimizer = torch.optim.SGD(groups, lr=0.0, momentum=momentum, fused=True if on_gpu else None)
+    if on_gpu and momentum:
+        for parameter in (p for group in groups for p in group["params"]):
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
 
 
 def parameter_groups(model: nn.Module, config: OptimSection) -> list[dict]:

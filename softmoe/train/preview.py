@@ -47,13 +47,20 @@ def table(values: dict) -> list[str]:
     return [f"  {key} = {value}" for key, value in flatten(values).items() if value is not None]
 
 
+def on_cuda(config: TrainConfig) -> bool:
+    """Whether the run would be on a GPU: by its settings, or, where they leave it open, by what is here."""
+    import torch
+
+    return config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
+
+
 def memory_needed(config: TrainConfig, shape: ViTConfig) -> dict[str, int]:
     """Bytes by kind."""
     need = memory(
         shape,
         config.data.batch_size // config.accumulate,
         optimizer=config.optim.name,
-        activation_bytes=2 if config.precision == "bfloat16" else 4,
+        activation_bytes=2 if config.precision == "bfloat16" or (config.precision == "auto" and on_cuda(config)) else 4,
         state_bytes=2 if config.optim.states == "bfloat16" else 4,
         in_backward=config.optim.in_backward,
         gradient_checkpointing=config.gradient_checkpointing,

@@ -19,7 +19,7 @@ class Diverged(ValueError):
     """Loss or gradient were not finite for too many steps in a row."""
 
 
-def show_progress(run: Run, clock: Clock, loss: float, rate: float) -> None:
+def show_progress(run: Run, clock: Clock) -> None:
     steps_per_second = clock.steps_per_second(run.done.step)
     images_per_second = steps_per_second * run.config.data.batch_size
     share = images_per_second * run.flops_per_image / (run.team.world * peak_flops(run.device, run.autocast))
@@ -31,13 +31,14 @@ def show_progress(run: Run, clock: Clock, loss: float, rate: float) -> None:
             run.progress.report(
                 f"at this speed the run takes {duration(left)} more; --steps {fewer} ends in about {duration(LONG)}"
             )
-    run.progress.show(progress_line(run.done.step, run.config.steps, loss, rate, images_per_second, share, left))
+    rate = run.schedule(run.done.step - 1)
+    run.progress.show(progress_line(run.done.step, run.config.steps, run.loss, rate, images_per_second, share, left))
 
 
-def report_bad_step(run: Run, loss: float) -> None:
+def report_bad_step(run: Run) -> None:
     """Say that a step was skipped; Diverged if that happened too often in a row."""
-    done = run.done
-    run.progress.report(f"step {done.step}: loss {loss} or its gradient is not finite; the step is skipped")
+    done, step, run.bad_step = run.done, run.bad_step, None
+    run.progress.report(f"step {step}: loss {run.loss} or its gradient is not finite; the step is skipped")
     if done.bad_in_a_row < run.config.max_bad_steps:
         return
     raise diverged(run, f"{done.bad_in_a_row} steps in a row gave no finite loss and gradient")
@@ -53,7 +54,7 @@ def diverged(run: Run, reason: str) -> Diverged:
     )
 
 
-def log(run: Run, rate: float) -> None:
+def log(run: Run) -> None:
     """One line of metrics: means since the line before, totals since the start."""
     done = run.done
     count = done.good_steps or math.nan
@@ -62,7 +63,7 @@ def log(run: Run, rate: float) -> None:
         "loss": done.loss_sum / count,
         "auxiliary_loss": done.auxiliary_sum / count,
         "grad_norm": done.norm_sum / count,
-        "learning_rate": rate,
+        "learning_rate": run.schedule(done.step - 1),
         **{f"objective/{name}": total / count for name, total in done.objective_sums.items()},
         "skipped_steps": done.skipped,
         **run.totals(),

@@ -2,7 +2,8 @@
 
 import copy
 import hashlib
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from softmoe import accelerate
 from softmoe.accelerate.buffers import InBackward
 from softmoe.budget import training_flops
 from softmoe.convert.files import starting_weights
-from softmoe.machine import bfloat16_works, choose_device
+from softmoe.machine import choose_device, choose_precision
 from softmoe.models import TwoTower, TwoTowerConfig, VisionTransformer, ViTConfig
 from softmoe.moe.record import Recording
 from softmoe.parallel import local, local_shard
@@ -71,6 +72,28 @@ class TrainState:
     """An evaluation has begun and not ended: a run that stopped there makes up for it when it goes on."""
 
 
+class Pending:
+    """The numbers of a step on their way to the host: loss, balance losses, norm of the gradient, and the objective's
+    own by name."""
+
+    def __init__(self, step: int, names: list[str], values: Tensor):
+        self.step, self.names = step, names
+        self._arrived = None
+        if values.device.type == "cuda":
+            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values = host.copy_(values.detach(), non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+        else:
+            self._values = values.detach()
+
+    def read(self) -> list[float]:
+        """Wait until they are here."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._values.tolist()
+
+
 @dataclass
 class Run:
     config: TrainConfig
@@ -100,12 +123,24 @@ class Run:
     done: TrainState = field(default_factory=TrainState)
     watch: HealthWatch = field(default_factory=HealthWatch)
     saved_step: int | None = None
+    pending: Pending | None = None
+    """The last step, if its numbers were not read yet."""
+    loss: float = math.nan
+    """Of the last step whose numbers were read."""
+    bad_step: int | None = None
+    """A step that was skipped, until it is reported."""
 
     def totals(self) -> dict[str, float]:
         """The axes of the paper's figures: what training has cost up to now."""
         images = self.done.step * self.config.data.batch_size
         seconds = round(self.done.device_seconds, 3)
         return {"images": images, "flops": images * self.flops_per_image, "device_seconds": seconds}
+
+    def facts(self) -> dict[str, Any]:
+        """What must be the same when the run goes on: the data, and what products are computed in."""
+        exact = self.config.precision == "exact" and self.device.type == "cuda"
+        precision = "exact" if exact else "float32" if self.autocast is None else "bfloat16"
+        return self.data.facts() | {"precision": precision}
 
     @property
     def numbers(self) -> dict[str, float]:
@@ -151,7 +186,7 @@ def build(
     device = choose_device(config.device, team.place)
     autocast = choose_precision(config.precision, device, progress.report)
     ours = objective is None and evaluators is None  # which read captions only where there is a text tower
-    data = Data.open(config, team.world, team.rank, captions=config.text.size is not None or not ours)
+    data = Data.open(config, team.world, team.rank, captions=config.text.size is not None or not ours, device=device)
     if config.text.size is not None:
         data = replace(data, tokenizer=prepare_tokenizer(config, folder.path, data.train, team))
     shape = shape_of(config, data)
@@ -215,17 +250,6 @@ def default_evaluator(config: TrainConfig, objective: Objective) -> Evaluator:
     if isinstance(objective, Contrastive):
         return partial(match_pairs, objective=objective)
     return partial(classify, loss=config.objective.loss)
-
-
-def choose_precision(wanted: str, device: torch.device, report: Callable[[str], None]) -> torch.dtype | None:
-    """The dtype of autocast, or None for plain float32. bfloat16 only where it was seen to work."""
-    if wanted == "float32":
-        return None
-    works = torch.cuda.is_bf16_supported() if device.type == "cuda" else bfloat16_works()
-    if works:
-        return torch.bfloat16
-    report("precision: this machine has no working bfloat16, going on in float32")
-    return None
 
 
 def build_model(

@@ -1,4 +1,8 @@
-"""One update of the weights."""
+"""One update of the weights, given to the device without waiting for it.
+
+On a CPU the numbers of a step are read at once. On a GPU the host only hands out work: whether an update is skipped is
+decided on the device, and the numbers of a step are read in the next one (`settle`), when they have long arrived.
+"""
 
 import math
 from contextlib import AbstractContextManager, nullcontext
@@ -7,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from softmoe.accelerate.optimizer import skipped_where
 from softmoe.train.data import split_batch
 from softmoe.train.objectives import Contrastive, join_parts, with_gradient
 from softmoe.train.optim import gradients, set_learning_rate
-from softmoe.train.run import Run, random_seed
+from softmoe.train.run import Pending, Run, random_seed
 
 
-def train_step(run: Run, batch: Any, *, keep_routing: bool = False) -> tuple[float, float]:
-    """One update, or none if loss or gradient are not finite. Returns the loss and the learning rate."""
+def train_step(run: Run, batch: Any, *, keep_routing: bool = False) -> None:
+    """One update, or none if loss or gradient are not finite."""
     done, config = run.done, run.config
-    rate = run.schedule(done.step)
-    set_learning_rate(run.optimizer, rate)
+    set_learning_rate(run.optimizer, run.schedule(done.step))
     torch.manual_seed(random_seed(config.seed, "step", done.step, *run.team.seed))
     run.model.train()
     run.optimizer.zero_grad()
@@ -28,26 +32,52 @@ def train_step(run: Run, batch: Any, *, keep_routing: bool = False) -> tuple[flo
         norm = run.in_backward.finish()
     names = sorted(numbers)  # an objective gives the same on all ranks
     found = [loss, auxiliary, norm, *(numbers[name] for name in names)]
-    values = run.team.mean(torch.stack([value.double() for value in found])).tolist()  # the one wait
+    wide = torch.float64 if run.device.type == "cpu" else torch.float32  # some devices have no float64
+    values = run.team.mean(torch.stack([value.to(wide) for value in found]))
+    settle(run)  # the step before, with the average of its weights
     done.step += 1
-    if math.isfinite(values[0]) and math.isfinite(values[2]):
-        if run.in_backward is None:
-            run.optimizer.step()
-        if run.average is not None:
-            run.average.update()
-        done.loss_sum += values[0]
-        done.auxiliary_sum += values[1]
-        done.norm_sum += values[2]
-        for name, value in zip(names, values[3:], strict=True):
-            done.objective_sums[name] = done.objective_sums.get(name, 0.0) + value
-        done.good_steps += 1
-        done.bad_in_a_row = 0
-    else:
-        done.skipped += 1
-        done.bad_in_a_row += 1
+    run.pending = Pending(done.step, names, values)
+    if run.in_backward is None:
+        update(run, values)
+    if run.device.type != "cuda":
+        settle(run)
     if not keep_routing:
         run.recording.clear()
-    return values[0], rate
+
+
+def update(run: Run, values: Tensor) -> None:
+    """Let the optimizer step if loss and norm are finite: on a GPU, which must not be asked, by a flag that the fused
+    update looks at."""
+    judged = values[0:3:2]
+    if run.device.type == "cuda":
+        with skipped_where(run.optimizer, ~judged.isfinite().all()):
+            run.optimizer.step()
+    elif all(map(math.isfinite, judged.tolist())):
+        run.optimizer.step()
+
+
+def settle(run: Run) -> None:
+    """Count the step whose numbers were not read yet, if there is one: sums for the next line of metrics, the average
+    of the weights, and whether it was skipped."""
+    pending, run.pending = run.pending, None
+    if pending is None:
+        return
+    done, values = run.done, pending.read()
+    run.loss = values[0]
+    if not (math.isfinite(values[0]) and math.isfinite(values[2])):
+        done.skipped += 1
+        done.bad_in_a_row += 1
+        run.bad_step = pending.step
+        return
+    if run.average is not None:
+        run.average.update()
+    done.loss_sum += values[0]
+    done.auxiliary_sum += values[1]
+    done.norm_sum += values[2]
+    for name, value in zip(pending.names, values[3:], strict=True):
+        done.objective_sums[name] = done.objective_sums.get(name, 0.0) + value
+    done.good_steps += 1
+    done.bad_in_a_row = 0
 
 
 def forward_backward(run: Run, batch: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -64,7 +94,7 @@ def forward_backward(run: Run, batch: Any) -> tuple[Tensor, Tensor, dict[str, Te
             loss, found = run.objective(run.forward, part)
         auxiliary = balance_loss(run)
         loss = loss if auxiliary is None else loss + auxiliary
-        if run.in_backward is None or loss.isfinite():  # such a loss must not reach the weights
+        if run.in_backward is None or run.in_backward.begins(loss):  # one that is not finite must not reach the weights
             (loss / len(parts)).backward()
         losses.append(loss.detach())
         numbers.append(found)

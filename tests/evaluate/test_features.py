@@ -9,9 +9,10 @@ import torch
 
 from softmoe.data import Transform, TransformConfig, open_source
 from softmoe.evaluate.features import cache_key, extract, model_hash
-from softmoe.evaluate.inputs import FileSource, random_subset
+from softmoe.evaluate.inputs import FileSource, compute_in, random_subset
 from softmoe.evaluate.probes import linear_probe, nearest_neighbors
 from softmoe.evaluate.ridge import few_shot
+from softmoe.machine import bfloat16_works
 from softmoe.models import create_model
 
 TRANSFORM = Transform(TransformConfig(image_size=16, crop="resize"), train=False)
@@ -174,3 +175,14 @@ def test_progress(model, source):
     seen = []
     extract(model, source, TRANSFORM, batch_size=64, progress=lambda done, total: seen.append((done, total)))
     assert seen == [(64, 150), (128, 150), (150, 150)]
+
+
+def test_a_precision_is_another_entry(model, source):
+    """Features in bfloat16 are near those in float32, are not taken for them, and auto on a CPU is float32."""
+    if not bfloat16_works():
+        pytest.skip("this machine has no working bfloat16")
+    exact = extract(model, source, TRANSFORM)
+    assert cache_key(compute_in("auto", model), source, TRANSFORM) == cache_key(model, source, TRANSFORM)
+    coarse = extract(compute_in("bfloat16", model), source, TRANSFORM)
+    assert not np.array_equal(coarse.vectors, exact.vectors)
+    assert np.allclose(coarse.vectors, exact.vectors, atol=0.1)

@@ -5,8 +5,12 @@ from itertools import combinations
 import pytest
 import torch
 
-from softmoe.moe import SoftRouter, TokensChoiceRouter
-from softmoe.train.health import HealthWatch, mean_cosine, router_health
+from softmoe.moe import Router, Routing, SoftRouter, TokensChoiceRouter
+from softmoe.train.health import HealthWatch, mean_cosine, model_health
+
+
+def numbers_of(router: Router, routing: Routing) -> dict[str, float]:
+    return model_health({"layer": router}, {"layer": routing})["layer"]
 
 
 def test_soft_numbers():
@@ -14,7 +18,7 @@ def test_soft_numbers():
     torch.manual_seed(0)
     router = SoftRouter(8, 3, 2)
     routing = router(torch.randn(2, 5, 8))
-    numbers = router_health(router, routing)
+    numbers = numbers_of(router, routing)
     dispatch, combine = routing.dispatch_weights, routing.combine_weights
     largest = [dispatch[b, :, n, p].max().item() for b in range(2) for n in range(3) for p in range(2)]
     assert numbers["max_dispatch"] == pytest.approx(sum(largest) / 12)
@@ -29,7 +33,7 @@ def test_soft_numbers():
 def test_sparse_numbers():
     """Equal tokens all choose one expert with one slot: all but one are dropped and N - 1 experts are idle."""
     router = TokensChoiceRouter(4, 4, capacity_factor=0.5).eval()
-    numbers = router_health(router, router(torch.ones(1, 8, 4)))
+    numbers = numbers_of(router, router(torch.ones(1, 8, 4)))
     assert numbers == {"drop_rate": 7 / 8, "idle_experts": 3 / 4, "max_load": 1.0}
 
 
@@ -64,6 +68,6 @@ def test_a_fresh_router_is_healthy():
     """No warning at the start of training, at any usual size."""
     torch.manual_seed(0)
     router = SoftRouter(64, 16, 2)
-    numbers = router_health(router, router(torch.randn(2, 32, 64)))
+    numbers = numbers_of(router, router(torch.randn(2, 32, 64)))
     assert HealthWatch().warnings({"layer": numbers}) == []
     assert all(math.isfinite(value) for value in numbers.values())

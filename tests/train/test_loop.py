@@ -153,7 +153,7 @@ def test_the_loss_falls(make_config):
 
 def test_bfloat16_falls_back_with_a_line(make_config, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
     """Where bfloat16 does not work the run says so and computes in float32, the same bits as asked for directly."""
-    monkeypatch.setattr("softmoe.train.run.bfloat16_works", lambda: False)
+    monkeypatch.setattr("softmoe.machine.bfloat16_works", lambda: False)
     low, full = make_config(run_name="low", steps=2, precision="bfloat16"), make_config(run_name="full", steps=2)
     train(low)
     assert "no working bfloat16, going on in float32" in capfd.readouterr().err

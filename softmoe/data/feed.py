@@ -1,0 +1,119 @@
+"""Batches on their way to a device: uint8 leaves the workers, and what is left to do with pixels is done over there.
+
+A raw batch has its images as (B, H, W, 3) uint8, a quarter of the bytes; `finish` mirrors, scales and blends them with
+the numbers that the worker drew, to the same bits as a batch that was made for the CPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from softmoe.data.batch import Batch, mixup, soft_labels
+
+HOST = ("indices", "draws")
+"""Only the host looks at these, to choose captions and to name examples."""
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with images and labels on the device. Copies from pinned memory are not waited for."""
+    if device.type == "cpu":
+        return batch
+    moved = {name: value.to(device, non_blocking=True) for name, value in tensors_of(batch).items() if name not in HOST}
+    return dataclasses.replace(batch, **moved)
+
+
+def tensors_of(batch: Any) -> dict[str, Tensor]:
+    found = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
+    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def finish(batch: Batch, classes: int) -> Batch:
+    """What is left to do with a raw batch, wherever it is now. `classes` is how many the labels are of."""
+    if batch.images.dtype != torch.uint8:
+        return batch
+    images = batch.images.permute(0, 3, 1, 2)
+    if batch.mirrored is not None:
+        images = torch.where(batch.mirrored[:, None, None, None], images.flip(3), images)
+    images = images.to(torch.float32, memory_format=torch.contiguous_format).mul_(2 / 255).sub_(1)
+    labels = batch.labels
+    if batch.blend is not None:
+        images, labels = mixup(images, soft_labels(labels, classes), batch.blend)
+    return dataclasses.replace(batch, images=images, labels=labels, mirrored=None, blend=None)
+
+
+class Feed:
+    """Batches for a device, one ahead: `fetch` sends the next one on its way while the device works, `take` gives it.
+
+    On CUDA the copy runs beside the computation, on a stream of its own.
+    """
+
+    def __init__(self, batches: Iterable[Any], device: torch.device, classes: int = 0):
+        self.batches, self.device, self.classes = iter(batches), device, classes
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._next: Any = None
+
+    def fetch(self) -> Exception | None:
+        """Begin with the next batch, or say why there is none: all processes must hear of that before they stop."""
+        try:
+            batch = next(self.batches)
+            if self.stream is None:
+                self._next = finish(to_device(batch, self.device), self.classes)
+            else:
+                with torch.cuda.stream(self.stream):
+                    self._next = finish(to_device(batch, self.device), self.classes)
+        except Exception as error:
+            return error
+        return None
+
+    def take(self) -> Any:
+        """The batch that was fetched. Work that is given to the device from now on comes after its arrival."""
+        batch, self._next = self._next, None
+        if self.stream is not None:
+            now = torch.cuda.current_stream(self.device)
+            now.wait_stream(self.stream)
+            for tensor in tensors_of(batch).values():
+                if tensor.device.type == "cuda":
+                    tensor.record_stream(now)  # its memory is not given away before this work is done
+        return batch
+
+
+def fed(batches: Iterable[Batch], device: torch.device, classes: int = 0) -> Iterator[Batch]:
+    """Batches of an evaluation on the device, one ahead of the model."""
+    if device.type == "cpu":
+        yield from (finish(batch, classes) for batch in batches)
+        return
+    feed = Feed(batches, device, classes)
+    failure = feed.fetch()
+    while failure is None:
+        batch = feed.take()
+        failure = feed.fetch()
+        yield batch
+    if not isinstance(failure, StopIteration):
+        raise failure
+
+
+def one_behind(results: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
+    """Tuples of tensors, brought to the host. From CUDA they come one behind: the next batch is already computed while
+    the host looks at the last, and the device never waits for the host."""
+    held: tuple[tuple[Tensor, ...], torch.cuda.Event] | None = None
+    for result in results:
+        if not any(tensor.device.type == "cuda" for tensor in result):
+            yield tuple(tensor.cpu() for tensor in result)
+            continue
+        copies = tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in result)
+        for copy, tensor in zip(copies, result, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        before, held = held, (copies, arrived)
+        if before is not None:
+            before[1].synchronize()
+            yield before[0]
+    if held is not None:
+        held[1].synchronize()
+        yield held[0]

@@ -1,0 +1,65 @@
+"""Training, evaluation, saving and resuming on CUDA tensors that are fake: every operation finds its inputs on one
+device, and the host never waits for it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cuda.fake import HERE, build, why_not
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+GROUPS = {
+    "objectives": ("softmax", "sigmoid", "mixup, mirrored", "average", "accumulated"),
+    "routers": ("tokens_choice", "experts_choice", "identity", "uniform", "soft_uniform", "uniform_soft", "placed"),
+    "precisions": ("bfloat16", "exact", "compiled", "checkpointing"),
+    "optimizers": (
+        "in the backward pass",
+        "in the backward pass, compact",
+        "compact moments",
+        "sgd",
+        "sgd in the backward pass",
+    ),
+    "towers": ("contrastive sigmoid", "contrastive softmax", "contrastive in parts", "locked tower"),
+    "evaluation": ("evaluation", "evaluation in bfloat16", "evaluation of captions"),
+    "checkpoints": ("saving", "resuming", "resuming compact moments"),
+}
+
+
+@pytest.fixture(scope="session")
+def device(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("device"))
+
+
+def traced(device: Path, *cases: str) -> dict[str, Any]:
+    """{case: its waits, or the error}, from a process of its own."""
+    command = [sys.executable, str(HERE / "traces.py"), str(device), *cases]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_nothing_waits(device: Path, group: str) -> None:
+    """Each case is traced to its end, with everything on the device, and without a wait."""
+    found = traced(device, *GROUPS[group])
+    assert found == {case: [] for case in GROUPS[group]}
+
+
+def test_waits_are_seen(device: Path) -> None:
+    """Reading a number, copying to the host and back, and asking for all work to be done are each noted once."""
+    assert [wait.split(" at ")[0] for wait in traced(device, "waits")["waits"]] == [
+        "read outside of softmoe",
+        "copy from cuda to cpu outside of softmoe",
+        "copy from cpu to cuda outside of softmoe",
+        "synchronize outside of softmoe",
+    ]
+
+
+def test_all_cases_are_traced(device: Path) -> None:
+    """No case is left out of the groups."""
+    names = traced(device, "names")["names"]
+    assert set(names) - {"waits", "names"} == {case for group in GROUPS.values() for case in group}
