@@ -61,9 +61,10 @@ def safe_instruction_set(cpuinfo: Path = CPUINFO) -> str | None:
     return "AVX512_CORE_FP16" if "avx512_fp16" in flags else "AVX512_CORE_BF16"
 
 
-def is_amd(cpuinfo: Path = CPUINFO) -> bool:
-    """Of its float32 products, MKL keeps the fastest for other processors."""
-    return first_core(cpuinfo).get("vendor_id") == "AuthenticAMD"
+def is_amd_avx512(cpuinfo: Path = CPUINFO) -> bool:
+    """True on AMD processors with AVX-512. MKL keeps its float32 products of that width for other processors."""
+    fields = first_core(cpuinfo)
+    return fields.get("vendor_id") == "AuthenticAMD" and "avx512f" in fields.get("flags", "").split()
 
 
 def first_core(cpuinfo: Path = CPUINFO) -> dict[str, str]:

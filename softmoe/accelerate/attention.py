@@ -1,4 +1,4 @@
-"""Attention of tokens to each other by attention.cpp, in training steps on a CPU: two thirds of the time.
+"""Attention of tokens to each other by attention.cpp, on a CPU: two thirds of the time.
 
 Letters: B sequences, M tokens, D width, C = 3 D numbers of a query, a key and a value, A heads, E head width.
 

@@ -36,7 +36,7 @@ except ImportError:  # that technique was taken away
         pass
 
 
-MAX_ROWS = 32
+MAX_ROWS = 16
 """With more rows, the usual products have enough to do while they read."""
 LARGE = 1 << 25
 """Bytes of all weights; smaller ones may stay in a cache."""

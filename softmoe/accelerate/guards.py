@@ -46,13 +46,10 @@ def is_exactly(module: nn.Module, kind: type[T]) -> TypeGuard[T]:
 
 
 def kernel_applies(x: Tensor, *others: Tensor, times: int = 1) -> bool:
-    """True in a training step on more than LARGE bytes (`times` those of x), all plain and contiguous, that nobody
-    traces or transforms."""
+    """True for more than LARGE bytes (`times` those of x), all plain and contiguous, that nobody traces or transforms."""
     return (
         no_tracing_or_transforms()
-        and torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
-        and x.requires_grad
         and times * x.nbytes > LARGE
         and plain_float32(x, *others)
         and all(t.is_contiguous() for t in (x, *others))

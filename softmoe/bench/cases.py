@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from softmoe import accelerate
 from softmoe.bench.timing import WORD, Probes, Timing, Work, interleave, soft_layer, sparse_layer
 from softmoe.budget import cost
 from softmoe.inference import WEIGHTS, Weights, kernel, prepare
@@ -46,6 +47,8 @@ class Contender:
     module: nn.Module
     x: Tensor
     work: Work | None
+    accelerated: bool = False
+    """Whether softmoe.accelerate is put on the module and, in a train step, on its optimizer."""
 
 
 def bench_model(probes: Probes, *, seconds: float = 15.0) -> Iterator[Row]:
@@ -66,7 +69,7 @@ def compare(
     """Time all contenders in turn with the roofline's probes: a forward pass without gradients, then a train step."""
     for phase in ("forward", "train") if train else ("forward",):
         make = forward_step if phase == "forward" else train_step
-        functions = {name: make(c.module, c.x) for name, c in contenders.items()}
+        functions = {name: make(c) for name, c in contenders.items()}
         timings = interleave(functions | probes.functions(), seconds=seconds)
         roofline = probes.roofline(timings)
         for name, contender in contenders.items():
@@ -77,9 +80,11 @@ def compare(
             yield Row(case, phase, name, timings[name], fraction)
 
 
-def forward_step(module: nn.Module, x: Tensor) -> Callable[[], object]:
+def forward_step(contender: Contender) -> Callable[[], object]:
     """Return a function that does a forward pass in evaluation mode, without gradients."""
-    module.eval()
+    module, x = contender.module.eval(), contender.x
+    if contender.accelerated:
+        accelerate.apply(module)
 
     def step() -> object:
         with torch.no_grad():
@@ -88,10 +93,12 @@ def forward_step(module: nn.Module, x: Tensor) -> Callable[[], object]:
     return step
 
 
-def train_step(module: nn.Module, x: Tensor) -> Callable[[], object]:
+def train_step(contender: Contender) -> Callable[[], object]:
     """Return a function that does forward, backward and fused AdamW."""
-    module.train()
+    module, x = contender.module.train(), contender.x
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5, fused=True)
+    if contender.accelerated:
+        accelerate.apply(module, optimizer)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)

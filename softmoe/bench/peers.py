@@ -110,7 +110,7 @@ def bench_layer(probes: Probes, *, seconds: float = 15.0) -> Iterator[Row]:
     for N, P, B in ((128, 1, 1), (128, 1, 8), (128, 1, 32), (32, 4, 32)):
         tokens = torch.randn(B, M, D)
         contenders = {
-            "softmoe": Contender(accelerated(SoftMoE(D, N, P, H)), tokens, soft_layer(B, M, D, H, N, P)),
+            "softmoe": Contender(SoftMoE(D, N, P, H), tokens, soft_layer(B, M, D, H, N, P), accelerated=True),
             "softmoe, plain": Contender(SoftMoE(D, N, P, H), tokens, soft_layer(B, M, D, H, N, P)),
             "MLP, equal rows": Contender(MLP(D, H), torch.randn(B * N * P, D), mlp(B * N * P, D, H)),
         }
@@ -145,7 +145,7 @@ def measure(model: str, name: str, batch: int, phase: str, seconds: float) -> Ro
     module = build(config, name)
     x = torch.randn(batch, 3, *config.image_shape)
     step = (
-        forward_step(accelerated(module), x)
+        forward_step(Contender(module, x, None, accelerated=True))
         if phase == "forward"
         else train_step(module, x, OURS.get(name, OptimSection()))
     )
@@ -159,12 +159,6 @@ def measure(model: str, name: str, batch: int, phase: str, seconds: float) -> Ro
     work = Work(batch * price.macs, price.params, x.numel())
     least = probes.roofline(timings).seconds(*getattr(work, phase)())
     return Row(f"{model}, batch {batch}", phase, name, timings[name], least / timings[name].median, peak)
-
-
-def accelerated(module: nn.Module) -> nn.Module:
-    """Return the module itself, with all that softmoe.accelerate can do for it."""
-    accelerate.apply(module)
-    return module
 
 
 def build(config: ViTConfig, name: str) -> nn.Module:

@@ -11,7 +11,7 @@ from transforms import TRANSFORMS
 
 from softmoe.accelerate import guards
 from softmoe.accelerate import linear as module
-from softmoe.machine import is_amd
+from softmoe.machine import is_amd_avx512
 from softmoe.models.transformer import MLP
 
 needs_product = pytest.mark.skipif(not module.self_test(), reason="this torch has no such product")
@@ -76,7 +76,7 @@ def test_transforms_see_what_they_can_derive(products: list, transform: Callable
 
 @needs_product
 def test_whoever_listens_is_heard(products: list) -> None:
-    """Hooks, layers of another kind, autocast, no gradient, no linear layer at all."""
+    """Hooks, layers of another kind, autocast, no linear layer at all. In evaluation it is the same product."""
 
     class Adapted(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
@@ -102,9 +102,10 @@ def test_whoever_listens_is_heard(products: list) -> None:
     assert torch.equal(dense(x, nn.Identity()), x)
     with torch.autocast("cpu", torch.float16):
         assert dense(x, nn.Linear(8, 8)).dtype == torch.float16
-    with torch.no_grad():
-        dense(x, nn.Linear(8, 8))
     assert products == []
+    with torch.no_grad():
+        torch.testing.assert_close(dense(x, layer := nn.Linear(8, 8)), nn.functional.linear(x, *layer.parameters()))
+    assert products == [(1, 4, 8)]
 
 
 @needs_product
@@ -136,9 +137,15 @@ def test_a_torch_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("vendor_id\t: AuthenticAMD\n", True), ("vendor_id\t: GenuineIntel\n", False), ("", False)]
+    ("vendor", "flags", "expected"),
+    [
+        ("AuthenticAMD", "fpu avx2 avx512f", True),
+        ("AuthenticAMD", "fpu avx2", False),
+        ("GenuineIntel", "fpu avx2 avx512f", False),
+    ],
 )
-def test_who_made_the_processor(tmp_path: Path, text: str, expected: bool) -> None:
-    (tmp_path / "cpuinfo").write_text(text + "flags\t: fpu\n\nvendor_id\t: other\n")
-    assert is_amd(tmp_path / "cpuinfo") is expected
-    assert not is_amd(tmp_path / "absent")
+def test_which_processor(tmp_path: Path, vendor: str, flags: str, expected: bool) -> None:
+    """The first core decides; a system without the file is none of them."""
+    (tmp_path / "cpuinfo").write_text(f"vendor_id\t: {vendor}\nflags\t: {flags}\n\nvendor_id\t: other\n")
+    assert is_amd_avx512(tmp_path / "cpuinfo") is expected
+    assert not is_amd_avx512(tmp_path / "absent")

@@ -66,9 +66,10 @@ def test_compare_steps_really_train() -> None:
     layer = SoftMoE(8, 2)
     x = torch.randn(2, 5, 8)
     before = layer.experts.w1.detach().clone()
-    cases.forward_step(layer, x)()
+    for accelerated in (False, True):
+        cases.forward_step(cases.Contender(layer, x, None, accelerated))()
     assert torch.equal(layer.experts.w1, before)
-    cases.train_step(layer, x)()
+    cases.train_step(cases.Contender(layer, x, None, accelerated=True))()
     assert not torch.equal(layer.experts.w1, before)
 
 

@@ -180,20 +180,23 @@ struct Head {
 // Turns a row of products into weights whose sum is returned inverted, and tells the logarithm of that sum. A row that
 // may see nothing gets no weight at all.
 float softmax(float* row, const float* hidden, int64_t count, float& logarithm) {
-    float top = -2 * FAR, sum = 0;
-#pragma omp simd reduction(max : top)
-    for (int64_t j = 0; j < count; j++) {
-        row[j] += hidden[j];
-        top = row[j] > top ? row[j] : top;
+    Floats tops = same(-2 * FAR), sums = {};
+    for (int64_t j = 0; j < count; j += LANES) {
+        const Floats seen = load(row + j) + load(hidden + j);
+        store(row + j, seen);
+        tops = seen > tops ? seen : tops;
     }
+    float top = tops[0];
+    for (int i = 1; i < LANES; i++) top = tops[i] > top ? tops[i] : top;
     if (top < -FAR / 2) top = FAR;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t j = 0; j < count; j++) {
-        row[j] = exponential(row[j] - top);
-        sum += row[j];
+    for (int64_t j = 0; j < count; j += LANES) {
+        const Floats weight = exponential(load(row + j) - top);
+        store(row + j, weight);
+        sums += weight;
     }
-    logarithm = sum == 0 ? FAR : top + std::log(sum);
-    return sum == 0 ? 0 : 1 / sum;
+    const float total = sum(sums);
+    logarithm = total == 0 ? FAR : top + std::log(total);
+    return total == 0 ? 0 : 1 / total;
 }
 
 void forward(const Head& head, const float* qkv, float* out, float* logarithms, const Room& room) {
@@ -243,10 +246,10 @@ void backward(const Head& head, const float* qkv, const float* out, const float*
         for (int64_t r = 0; r < rows; r++) {
             float *row = room.weights + r * padded, *drow = room.dweights + r * padded;
             const float logarithm = logarithms[first + r], minus = along[r];
-#pragma omp simd
-            for (int64_t j = 0; j < padded; j++) {
-                row[j] = exponential(row[j] + room.hidden[j] - logarithm);
-                drow[j] = row[j] * (drow[j] - minus);
+            for (int64_t j = 0; j < padded; j += LANES) {
+                const Floats weight = exponential(load(row + j) + load(room.hidden + j) - logarithm);
+                store(row + j, weight);
+                store(drow + j, weight * (load(drow + j) - minus));
             }
         }
         product<true>({room.weights, 1, padded}, {dattended, E}, {room.dvalue, E}, s.M, E, rows);

@@ -7,8 +7,7 @@
 //   matmul_t y (N, S, P) = x (N, S, Q) w^T + bias (N, P)
 //   outer    w (N, P, Q) = a^T b, a is (N, S, P), b is (N, S, Q)
 //
-// A bias may be null. Up to eight rows share each number of w that is read; their sums, 24 vectors, stay in registers
-// (with half of the registers, four rows and 12).
+// A bias may be null. Rows are taken a few at a time; what of w they share is read from memory once.
 #include <cstdint>
 #include <cstring>
 #include <numeric>
@@ -18,10 +17,11 @@
 
 namespace {
 
-constexpr int ROWS = REGISTERS == 32 ? 8 : 4, WIDE = 3;
+constexpr int ROWS = REGISTERS == 32 ? 8 : 4, WIDE = 3, LONG = 6;
+constexpr int TILE = 8, HELD = REGISTERS / 4;  // rows of y, and lines of w in registers, in `matmul`
 constexpr int64_t LINES = 32;  // of w, that are read together: they stay in the second cache
 constexpr int64_t SPAN = 512;  // numbers of a line that are written together: the rows' parts stay in the first cache
-constexpr int64_t SPAN_OF_MORE = 192;  // the same for more than ROWS rows
+constexpr int64_t SPAN_OF_MORE = 6144;  // numbers of all rows together, if there are more than ROWS
 
 // Past the caches: a gradient is next read when they have long forgotten it.
 inline void store_far(float* p, Floats values) {
@@ -42,41 +42,48 @@ inline void end_of_far_stores() {
 #endif
 }
 
-// R rows of y, V vectors wide, take `count` lines of w. The same place of the lines after them is fetched meanwhile.
-template <int R, int V>
-void matmul_tile(const float* x, const float* w, float* y, int64_t count, int64_t ahead, int64_t P, int64_t Q) {
-    Floats sums[R][V];
-    for (int r = 0; r < R; r++)
-        for (int v = 0; v < V; v++) sums[r][v] = load(y + r * Q + v * LANES);
-    for (int64_t p = 0; p < count; p++) {
-        Floats line[V];
-        for (int v = 0; v < V; v++) {
-            line[v] = load(w + p * Q + v * LANES);
-            __builtin_prefetch(w + (p + ahead) * Q + v * LANES, 0, 2);
+// R rows of y take L lines of w, which are read from left to right as they lie in memory; the lines `ahead` are fetched.
+template <int R, int L, int V>
+inline void add_lines(const float* x, const float* w, float* y, int64_t from, int64_t to, int64_t ahead, int64_t P,
+                      int64_t Q) {
+    for (int64_t q = from; q < to; q += V * LANES) {
+        Floats line[L][V];
+        for (int l = 0; l < L; l++) {
+            for (int v = 0; v < V; v++) line[l][v] = load(w + l * Q + q + v * LANES);
+            __builtin_prefetch(w + (l + ahead) * Q + q, 0, 2);
         }
-        for (int r = 0; r < R; r++)
-            for (int v = 0; v < V; v++) sums[r][v] += line[v] * x[r * P + p];
+        for (int r = 0; r < R; r++) {
+            Floats sums[V];
+            for (int v = 0; v < V; v++) sums[v] = load(y + r * Q + q + v * LANES);
+            for (int l = 0; l < L; l++) {
+                const Floats factor = same(x[r * P + l]);
+                for (int v = 0; v < V; v++) sums[v] += line[l][v] * factor;
+            }
+            for (int v = 0; v < V; v++) store(y + r * Q + q + v * LANES, sums[v]);
+        }
     }
-    for (int r = 0; r < R; r++)
-        for (int v = 0; v < V; v++) store(y + r * Q + v * LANES, sums[r][v]);
 }
 
 template <int R>
 void matmul_rows(const float* x, const float* w, float* y, int64_t count, int64_t ahead, int64_t P, int64_t Q) {
-    int64_t q = 0;
-    for (; q + WIDE * LANES <= Q; q += WIDE * LANES) matmul_tile<R, WIDE>(x, w + q, y + q, count, ahead, P, Q);
-    for (; q < Q; q += LANES) matmul_tile<R, 1>(x, w + q, y + q, count, ahead, P, Q);
+    const int64_t even = Q / (2 * LANES) * (2 * LANES);
+    int64_t p = 0;
+    for (; p + HELD <= count; p += HELD) {
+        add_lines<R, HELD, 2>(x + p, w + p * Q, y, 0, even, ahead, P, Q);
+        add_lines<R, HELD, 1>(x + p, w + p * Q, y, even, Q, ahead, P, Q);
+    }
+    for (; p < count; p++) add_lines<R, 1, 1>(x + p, w + p * Q, y, 0, Q, ahead, P, Q);
 }
 
-// R rows of x against J lines of w. The lines after them are fetched meanwhile.
+// R rows of x against J lines of w. The lines `ahead` are fetched meanwhile.
 template <int R, int J>
-void matmul_t_tile(const float* x, const float* w, const float* bias, float* y, int64_t P, int64_t Q) {
+void matmul_t_tile(const float* x, const float* w, const float* bias, float* y, int64_t ahead, int64_t P, int64_t Q) {
     Floats sums[R][J] = {};
     for (int64_t q = 0; q < Q; q += LANES) {
         Floats lines[J];
         for (int j = 0; j < J; j++) {
             lines[j] = load(w + j * Q + q);
-            __builtin_prefetch(w + (j + J) * Q + q, 0, 2);
+            __builtin_prefetch(w + (j + ahead) * Q + q, 0, 2);
         }
         for (int r = 0; r < R; r++) {
             const Floats row = load(x + r * Q + q);
@@ -90,8 +97,9 @@ void matmul_t_tile(const float* x, const float* w, const float* bias, float* y, 
 template <int R>
 void matmul_t_rows(const float* x, const float* w, const float* bias, float* y, int64_t count, int64_t P, int64_t Q) {
     int64_t p = 0;
-    for (; p + WIDE <= count; p += WIDE) matmul_t_tile<R, WIDE>(x, w + p * Q, bias ? bias + p : nullptr, y + p, P, Q);
-    for (; p < count; p++) matmul_t_tile<R, 1>(x, w + p * Q, bias ? bias + p : nullptr, y + p, P, Q);
+    for (; p + WIDE <= count; p += WIDE)
+        matmul_t_tile<R, WIDE>(x, w + p * Q, bias ? bias + p : nullptr, y + p, WIDE, P, Q);
+    for (; p < count; p++) matmul_t_tile<R, 1>(x, w + p * Q, bias ? bias + p : nullptr, y + p, 1, P, Q);
 }
 
 constexpr decltype(&matmul_rows<1>) MATMUL[] = {matmul_rows<1>, matmul_rows<2>, matmul_rows<3>, matmul_rows<4>,
@@ -129,38 +137,47 @@ double outer_of(const float* a, const float* b, float* w, int64_t, int64_t P, in
     return squares;
 }
 
-// The same for more rows than have their factors in registers: J lines, V vectors of each.
+// The same for more rows than have their factors in registers: J lines, V vectors of each, whole cache lines. Rows of b
+// have `length` numbers here: laid close together, since rows a multiple of 2048 bytes apart push each other out of a
+// cache.
 template <int J, int V>
-inline double outer_block(const float* a, const float* b, float* w, int64_t S, int64_t P, int64_t Q) {
-    Floats sums[J][V] = {}, squares = {};
+inline void outer_block(const float* a, const float* b, float* w, int64_t S, int64_t P, int64_t Q, int64_t length,
+                        Floats* squares) {
+    Floats sums[J][V] = {};
     for (int64_t s = 0; s < S; s++) {
         Floats row[V];
-        for (int v = 0; v < V; v++) row[v] = load(b + s * Q + v * LANES);
-        for (int j = 0; j < J; j++)
-            for (int v = 0; v < V; v++) sums[j][v] += row[v] * a[s * P + j];
+        for (int v = 0; v < V; v++) row[v] = load(b + s * length + v * LANES);
+        for (int j = 0; j < J; j++) {
+            const Floats factor = same(a[s * P + j]);
+            for (int v = 0; v < V; v++) sums[j][v] += row[v] * factor;
+        }
     }
     for (int j = 0; j < J; j++)
         for (int v = 0; v < V; v++) {
-            squares += sums[j][v] * sums[j][v];
+            squares[j] += sums[j][v] * sums[j][v];
             store_far(w + j * Q + v * LANES, sums[j][v]);
         }
-    return sum(squares);
 }
 
 template <int J>
 double outer_lines(const float* a, const float* b, float* w, int64_t S, int64_t P, int64_t Q, int64_t length) {
-    double squares = 0;
+    Floats squares[J] = {};
     int64_t q = 0;
-    for (; q + WIDE * LANES <= length; q += WIDE * LANES) squares += outer_block<J, WIDE>(a, b + q, w + q, S, P, Q);
-    for (; q < length; q += LANES) squares += outer_block<J, 1>(a, b + q, w + q, S, P, Q);
-    return squares;
+    for (; q + LONG * LANES <= length; q += LONG * LANES) outer_block<J, LONG>(a, b + q, w + q, S, P, Q, length, squares);
+    for (; q < length; q += LANES) outer_block<J, 1>(a, b + q, w + q, S, P, Q, length, squares);
+    double total = 0;
+    for (const Floats& part : squares) total += sum(part);
+    return total;
 }
 
 double outer_more(const float* a, const float* b, float* w, int64_t S, int64_t P, int64_t Q, int64_t length) {
+    thread_local std::vector<float> rows;
+    rows.resize(S * length);
+    for (int64_t s = 0; s < S; s++) std::memcpy(&rows[s * length], b + s * Q, length * sizeof(float));
     double squares = 0;
     int64_t p = 0;
-    for (; p + ROWS <= P; p += ROWS) squares += outer_lines<ROWS>(a + p, b, w + p * Q, S, P, Q, length);
-    for (; p < P; p++) squares += outer_lines<1>(a + p, b, w + p * Q, S, P, Q, length);
+    for (; p + 2 <= P; p += 2) squares += outer_lines<2>(a + p, rows.data(), w + p * Q, S, P, Q, length);
+    for (; p < P; p++) squares += outer_lines<1>(a + p, rows.data(), w + p * Q, S, P, Q, length);
     return squares;
 }
 
@@ -173,7 +190,7 @@ inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 extern "C" void matmul(const float* x, const float* w, const float* bias, float* y, int64_t N, int64_t S, int64_t P,
                        int64_t Q, int threads) {
-    const int64_t tiles = (S + ROWS - 1) / ROWS;
+    const int64_t tiles = (S + TILE - 1) / TILE;
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
     for (int64_t n = 0; n < N; n++) {
         for (int64_t s = n * S; s < (n + 1) * S; s++) {
@@ -181,7 +198,7 @@ extern "C" void matmul(const float* x, const float* w, const float* bias, float*
             else std::memset(y + s * Q, 0, Q * sizeof(float));
         }
         for (int64_t p = 0; p < P; p += LINES) {
-            const int64_t count = least(LINES, P - p), ahead = p + 2 * LINES <= P ? LINES : 0;
+            const int64_t count = least(LINES, P - p), ahead = p + 2 * LINES <= P ? HELD : 0;
             for (int64_t t = 0; t < tiles; t++) {  // of rows, as even as can be
                 const int64_t top = n * S + t * S / tiles, bottom = n * S + (t + 1) * S / tiles;
                 MATMUL[bottom - top - 1](x + top * P + p, w + (n * P + p) * Q, y + top * Q, count, ahead, P, Q);
@@ -209,7 +226,7 @@ extern "C" void matmul_t(const float* x, const float* w, const float* bias, floa
 // Returns the sum of the squares of w, added up in one order whatever the threads do.
 extern "C" double outer(const float* a, const float* b, float* w, int64_t N, int64_t S, int64_t P, int64_t Q,
                         int threads) {
-    const int64_t span = S <= ROWS ? SPAN : SPAN_OF_MORE, spans = (Q + span - 1) / span;
+    const int64_t span = S <= ROWS ? SPAN : SPAN_OF_MORE / S / 64 * 64 + 64, spans = (Q + span - 1) / span;
     std::vector<double> squares(N * spans);
 #pragma omp parallel num_threads(threads)
     {

@@ -27,6 +27,8 @@ inline Floats load(const float* p) { return *reinterpret_cast<const Anywhere*>(p
 
 inline void store(float* p, Floats values) { *reinterpret_cast<Anywhere*>(p) = values; }
 
+inline Floats same(float value) { return value - Floats{}; }  // one load: adding zero would not be (-0 + 0 is 0)
+
 inline float sum(Floats values) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)values);
@@ -39,16 +41,17 @@ inline float sum(Floats values) {
 #endif
 }
 
-// Within two units of the last place, in loops that a compiler turns into vectors. Above 88 it is that of 88, below -87
-// zero: the exact one is no normal number there.
-inline float exponential(float x) {
-    const bool tiny = x < -87.0f;
-    x = tiny ? -87.0f : x;
-    x = x > 88.0f ? 88.0f : x;
+typedef int32_t Ints __attribute__((vector_size(LANES * sizeof(int32_t))));
+
+// Within two units of the last place. Above 88 it is that of 88, below -87 zero: the exact one is no normal number there.
+inline Floats exponential(Floats x) {
+    const Ints tiny = x < -87.0f;
+    x = tiny ? same(-87.0f) : x;
+    x = x > 88.0f ? same(88.0f) : x;
     constexpr float ROUND = 12582912.0f;  // added and taken away, it leaves a whole number
-    const float n = (x * 1.44269504f + ROUND) - ROUND;
-    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // log 2 in two parts: the first product is exact
-    float p = 1.0f / 5040;
+    const Floats n = (x * 1.44269504f + ROUND) - ROUND;
+    const Floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // log 2 in two parts: the first product is exact
+    Floats p = same(1.0f / 5040);
     p = p * r + 1.0f / 720;
     p = p * r + 1.0f / 120;
     p = p * r + 1.0f / 24;
@@ -56,8 +59,6 @@ inline float exponential(float x) {
     p = p * r + 0.5f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
-    const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
-    float power;
-    std::memcpy(&power, &bits, sizeof power);
-    return tiny ? 0.0f : p * power;
+    const Ints bits = (__builtin_convertvector(n, Ints) + 127) << 23;
+    return tiny ? Floats{} : p * (Floats)bits;
 }
