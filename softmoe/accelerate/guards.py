@@ -46,7 +46,7 @@ def is_exactly(module: nn.Module, kind: type[T]) -> TypeGuard[T]:
 
 
 def kernel_applies(x: Tensor, *others: Tensor, times: int = 1) -> bool:
-    """True for more than LARGE bytes (`times` those of x), all plain and contiguous, that nobody traces or transforms."""
+    """True for more than LARGE bytes (`times` those of x), plain and contiguous, that nobody traces or transforms."""
     return (
         no_tracing_or_transforms()
         and not torch.is_autocast_enabled("cpu")
