@@ -38,6 +38,7 @@ class CharactersSource:
     """Characters on paper. Labels go round: example i has label i mod classes."""
 
     multi_label = False
+    generated = True
 
     def __init__(self, split: str, size: int, classes: str, fonts: str, faces: str, scene: str, seed: int, length: int):
         self.split, self.size, self.faces, self.scene, self.length = split, size, faces, scene, length

@@ -39,6 +39,7 @@ class ShapesSource:
     """Compositions of textured shapes. Labels go round: example i has label i mod classes."""
 
     multi_label = False
+    generated = True
 
     def __init__(self, split: str, size: int, which: str, seed: int, length: int, clutter: float):
         self.split, self.size, self.which, self.seed, self.length = split, size, which, seed, length

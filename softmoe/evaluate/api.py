@@ -130,7 +130,8 @@ class FewShot(OverFeatures):
     train_split: str = "train"
     test_split: str = "val"
     train_examples: int | None = None
-    """Take the shots from so many training images, chosen at random, instead of from all."""
+    """Take the shots from so many training images, chosen at random, instead of from all (of pictures drawn without
+    end: four times as many as the shots)."""
     test_examples: int | None = None
 
     def run(self, progress: Progress | None = None) -> dict[str, Any]:

@@ -85,9 +85,12 @@ def run_fewshot(options: FewShot, progress: Progress | None = None) -> dict[str,
 
 
 def _part(options: FewShot, name: str, part: str) -> Source:
-    """Open the training or the test images of a source."""
+    """Open the training or the test images of a source; of one that is drawn without end, four times the shots."""
     split, examples = getattr(options, f"{part}_split"), getattr(options, f"{part}_examples")
-    return random_subset(open_source(name, split), examples)
+    source = open_source(name, split)
+    if part == "train" and examples is None and getattr(source, "generated", False):
+        examples = 4 * max(options.shots) * len(source.classes)
+    return random_subset(source, examples)
 
 
 def run_predict(options: Predict, progress: Progress | None = None) -> tuple[list[Prediction], list[Unreadable]]:

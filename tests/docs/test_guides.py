@@ -32,6 +32,21 @@ LONG = {"serve", "bench", "study", "quickstart"}
 MAKE = re.compile(r"^([a-z-]+):", re.MULTILINE)
 
 
+def run_name(words: list[str]) -> str | None:
+    """The run that a command makes."""
+    if words[1:2] not in (["train"], ["finetune"]):
+        return None
+    return words[words.index("--run-name") + 1] if "--run-name" in words else words[2]
+
+
+def tiny(words: list[str]) -> list[str]:
+    """The same words for two steps."""
+    return [
+        "2" if before == "--steps" else "1" if before == "--epochs" else word
+        for before, word in zip(["", *words], words, strict=False)
+    ]
+
+
 class Parsed(Exception):
     """Raised in place of the work of a long command, once its words were understood."""
 
@@ -97,11 +112,10 @@ def parse_only(name: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> 
 def test_commands_run_as_written(page: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every command of the page is understood and ends well; what it needs is there or was made by one before it."""
     found = commands(page)
-    assert found
-    needed = {run for words in found for run in re.findall(r"runs/\w+", " ".join(words))}
-    made = " ".join(" ".join(words) for words in found if words[1:2] in (["train"], ["finetune"]))
+    assert found or "```sh" not in page.read_text()
+    needed = {run for words in found for run in re.findall(r"runs/(\w+)", " ".join(words))}
     for run in ("small_data", "dense"):
-        if f"runs/{run}" in needed and run not in made:
+        if run in needed and run not in map(run_name, found):
             assert main(["train", "small_data", "--data.train", "photos", "--run-name", run]) == 0
     for words in found:
         if words[0] == "make":
@@ -116,7 +130,8 @@ def test_commands_run_as_written(page: Path, workspace: Path, monkeypatch: pytes
             with monkeypatch.context() as patch:
                 parse_only(words[1], words[2:], patch)
         else:
-            assert main(words[1:]) == 0, words
+            wanted = (0, 1) if words[1] == "doctor" else (0,)  # what two steps made is not well
+            assert main(tiny(words[1:])) in wanted, words
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=page_name)
