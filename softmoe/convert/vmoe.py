@@ -58,6 +58,8 @@ def from_vmoe(arrays: Mapping[str, Any] | str | PathLike[str], module: nn.Module
             faults.append(f"{name} has shape {source.shape}, expected {tuple(targets[name].shape)}")
         elif not is_bfloat16(source) and source.dtype.kind not in "fiu":
             faults.append(f"{name} has dtype {source.dtype}, expected numbers")
+        elif not bool(as_tensor(source).isfinite().all()):
+            faults.append(f"{name} is not finite")
     if faults:
         raise ValueError(f"{len(faults)} arrays do not fit the {type(module).__name__}: " + "; ".join(faults))
     for name, source in sources.items():

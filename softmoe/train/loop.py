@@ -199,7 +199,7 @@ def resume(run: Run) -> None:
 def restore(run: Run, found: Checkpoint) -> None:
     average = None if run.average is None else run.average.model
     restore_tensors(found, run.model, run.optimizer, average, run.team.group)
-    run.done = TrainState(**found.texts["state"]["progress"])
+    run.done = TrainState.read(found.texts["state"]["progress"])
     run.saved_step = found.step
     best = run.done.best
     if best and run.config.checkpoint.keep_best and best["step"] not in run.store.steps():

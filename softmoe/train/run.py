@@ -71,6 +71,21 @@ class TrainState:
     evaluating: bool = False
     """An evaluation has begun and not ended: a run that stopped there makes up for it when it goes on."""
 
+    @classmethod
+    def read(cls, said: Any) -> "TrainState":
+        """Take what a checkpoint's state.json says. ValueError for a name or a kind of value that is none of these."""
+        kinds = {
+            name: (int, float) if isinstance(value, float) else (dict, type(None)) if value is None else type(value)
+            for name, value in vars(cls()).items()
+        }
+        if not isinstance(said, dict) or said.keys() - kinds.keys():
+            raise ValueError("state.json: its progress is none of a training run")
+        for name, value in said.items():
+            whole = isinstance(value, bool) == (kinds[name] is bool)  # True is an int for Python
+            if not isinstance(value, kinds[name]) or not whole:
+                raise ValueError(f"state.json: progress.{name} cannot be {value!r}")
+        return cls(**said)
+
 
 class Pending:
     """The numbers of a step on their way to the host: loss, balance losses, norm of the gradient, and the objective's

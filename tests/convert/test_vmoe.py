@@ -153,6 +153,18 @@ def test_all_faults_are_listed_and_nothing_is_copied() -> None:
     assert all(np.array_equal(after[name], before[name]) for name in before)
 
 
+def test_numbers_that_are_not_finite_are_refused() -> None:
+    """One NaN is named, and nothing is copied."""
+    target = SoftMoE(8, 2)
+    arrays = to_vmoe(target)
+    name = next(iter(arrays))
+    arrays[name].flat[0] = np.nan
+    before = to_vmoe(target)
+    with pytest.raises(ValueError, match=f"{re.escape(name)} is not finite"):
+        from_vmoe(arrays, target)
+    assert all(np.array_equal(before[n], value) for n, value in to_vmoe(target).items())
+
+
 def test_broadcastable_shapes_are_refused() -> None:
     """A (1,) scale for a () one, or one expert's bias for all, is an error although copy_ would take it."""
     layer = SoftMoE(16, 3, hidden_dim=24)

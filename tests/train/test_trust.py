@@ -19,6 +19,7 @@ from softmoe.train import Diverged, TrainConfig, train
 from softmoe.train.folder import RunFolder, write_model
 from softmoe.train.log import read_metrics, scan_metrics
 from softmoe.train.objectives import make_objective
+from softmoe.train.run import TrainState
 
 
 def steps_of(config: TrainConfig) -> list[int]:
@@ -217,3 +218,25 @@ def test_what_is_printed_is_of_what_was_exported(tmp_path: Path, monkeypatch, ca
     assert str(tmp_path / "quickstart" / "report.html") in out
     assert (tmp_path / "quickstart" / "report.html").is_file()
     assert write_model(RunFolder(tmp_path / "quickstart")).folder.is_dir()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        5,
+        {"steps": 3},
+        {"step": "3"},
+        {"step": True},
+        {"loss_sum": None},
+        {"evaluating": 1},
+        {"best": 7},
+        {"skipped": 1.5},
+    ],
+    ids=str,
+)
+def test_progress_of_the_wrong_kind_is_refused(said: Any):
+    """A checkpoint's progress holds what a run counts, each in its own kind, or it is not used at all."""
+    with pytest.raises(ValueError, match=r"state\.json"):
+        TrainState.read(said)
+    good = TrainState(step=3, loss_sum=2.5, best={"step": 1})
+    assert TrainState.read(vars(good)) == good
