@@ -130,6 +130,18 @@ def choose_device(name: str, place: int | None = None) -> "torch.device":
     return device
 
 
+def make_deterministic() -> None:
+    """Let torch take algorithms that give the same bits every time on the same GPU. An operation that has none warns.
+
+    To be called before CUDA is first used: its matrix library reads the variable when it starts.
+    """
+    import torch
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = False
+
+
 def choose_precision(
     wanted: Precision, device: "torch.device", report: Callable[[str], None] | None = None
 ) -> "torch.dtype | None":
@@ -147,7 +159,7 @@ def choose_precision(
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = wanted != "exact"
     if wanted in ("float32", "exact") or (wanted == "auto" and not cuda):
         return None
-    if torch.cuda.is_bf16_supported(including_emulation=False) if cuda else bfloat16_works():
+    if torch.cuda.is_bf16_supported(including_emulation=False) if cuda else device.type == "cpu" and bfloat16_works():
         return torch.bfloat16
     if report is not None and wanted == "bfloat16":
         report("precision: this machine has no working bfloat16, going on in float32")

@@ -21,6 +21,8 @@ from softmoe.moe import Experts
 
 MAX_IN_FLIGHT = 2
 """Gradients of one shape that are written or used up at the same time."""
+ASKED = ("cpu",)
+"""Devices whose numbers can be looked at without waiting."""
 WAITING = 64 << 20
 """Bytes of small gradients that updates in the backward pass let wait for each other."""
 _Kind = tuple[torch.Size, torch.dtype, torch.device]
@@ -182,7 +184,7 @@ class InBackward:
 
     def begins(self, loss: Tensor) -> bool:
         """Whether the backward pass of this loss may begin. A GPU is not asked: it will skip all updates itself."""
-        self._spoiled = None if loss.device.type == "cpu" else ~loss.detach().isfinite()
+        self._spoiled = None if loss.device.type in ASKED else ~loss.detach().isfinite()
         return self._spoiled is not None or bool(loss.isfinite())
 
     def _on_grad_ready(self, parameter: Tensor) -> None:

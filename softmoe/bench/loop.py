@@ -15,12 +15,15 @@ from PIL import Image
 from softmoe.bench.cases import Row
 from softmoe.bench.timing import Probes, Timing, Work, interleave, summarize
 from softmoe.budget import cost
+from softmoe.budget.plan import DEVICES
 from softmoe.data import Batch, Loader, Transform, TransformConfig, open_source
 from softmoe.recipes import quickstart, quickstart_dense
 from softmoe.train import TrainConfig
 from softmoe.train.folder import RunFolder
 from softmoe.train.run import build
 from softmoe.train.step import train_step
+
+RAW = "JPEG, decode, crop, to a raw batch"
 
 
 def bench_loop(probes: Probes, *, seconds: float = 15.0, rounds: int = 41) -> Iterator[Row]:
@@ -59,7 +62,8 @@ def step_times(config: TrainConfig, steps: int, rounds: int) -> tuple[Timing, Ti
     bare, fed = [], []
     for _ in range(rounds):
         bare.append(seconds(iter(ready)))
-        list(islice(batches, config.data.workers * config.data.prefetch))  # what was prepared meanwhile must not count
+        ahead = run.data.loader.workers * run.data.loader.prefetch
+        list(islice(batches, ahead))  # what was prepared meanwhile must not count
         fed.append(seconds(islice(batches, steps)))
     run.close()
     return summarize(bare), summarize(fed)
@@ -84,6 +88,18 @@ def bench_data(probes: Probes | None = None, *, seconds: float = 15.0) -> Iterat
         stream = Loader(source, transform, 48).batches(0)
         make = partial(next, stream)
         yield Row("one core", "image", "JPEG, decode, crop, flip, to a batch", per_image(make, 48, seconds / 4), None)
+        make = partial(next, Loader(source, transform, 48, raw=True).batches(0))
+        yield Row("one core", "image", RAW, per_image(make, 48, seconds / 4), None)
+
+
+def cores_needed(rows: list[Row]) -> Iterator[str]:
+    """Yield a line for each GPU and model: the images a second it would take, and how many cores like this one make
+    them. Computed from the GPU's peak and the share of it that the planner expects, not measured."""
+    image = next(row.timing.median for row in rows if row.name == RAW)
+    for device in ("a100-40", "h100"):
+        for model in ("soft_s16_128e", "soft_b16_128e", "soft_l16_128e"):
+            rate = DEVICES[device].flops * DEVICES[device].share / cost(model).train_flops
+            yield f"computed: {device} with {model} takes {rate:7,.0f} images/s, those of {rate * image:.1f} such cores"
 
 
 def per_image(function: Callable[[], object], images: int, seconds: float) -> Timing:

@@ -30,6 +30,7 @@ def main(argv: list[str]) -> int:
     a = parse(Arguments, argv, "bench")
 
     from softmoe.bench import suite
+    from softmoe.bench.loop import cores_needed
     from softmoe.bench.peers import available_peers
     from softmoe.bench.report import as_text, differences, draw, load, save
     from softmoe.bench.timing import Probes, machine, machine_line, measure_roofline
@@ -42,6 +43,8 @@ def main(argv: list[str]) -> int:
     rows = []
     for line in as_text(rows.append(row) or row for row in suite(a.what)(Probes(), seconds=a.seconds)):
         print(line, flush=True)
+    if a.what == "data":
+        print(*cores_needed(rows), sep="\n", flush=True)
     if a.json is not None:
         save(rows, roofline, a.json)
     if a.plot is not None:

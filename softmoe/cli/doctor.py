@@ -108,6 +108,7 @@ def run_verdicts(run: "RunRecord") -> "list[Verdict]":
     from softmoe.data import Transform, open_source
     from softmoe.data.batch import TrainBatches
     from softmoe.inspection.doctor import Verdict, examine_history, examine_loading
+    from softmoe.train.data import buffers_of
 
     c, d = run.config, run.config.data
     found = examine_history(run.rows, c.schedule.warmup)
@@ -116,7 +117,8 @@ def run_verdicts(run: "RunRecord") -> "list[Verdict]":
     except (ValueError, OSError, ModuleNotFoundError) as error:
         return [*found, Verdict("data loading", None, f"the run's images cannot be opened: {error}")]
     batches = TrainBatches(source, Transform(d.transform, train=True), d.batch_size, c.seed, 1, 0)
-    return [*found, examine_loading(run.rows, d.workers, batches, d.batch_size)]
+    workers = buffers_of(d, d.batch_size, c.device).workers
+    return [*found, examine_loading(run.rows, workers, batches, d.batch_size)]
 
 
 def line(v: "Verdict") -> str:

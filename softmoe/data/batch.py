@@ -91,8 +91,22 @@ class _Key(ISeedSequence):
         return self.key
 
 
+class Raw:
+    """What makes raw batches has them in pinned memory, if there is a GPU; of workers, torch's loader sees to that."""
+
+    raw: bool
+
+    @property
+    def pinned(self) -> bool:
+        return self.raw and torch.cuda.is_available()
+
+    def settled(self, batch: Batch) -> Batch:
+        """A batch that was made in this process, where it is wanted."""
+        return batch.pin_memory() if self.pinned else batch
+
+
 @dataclass(frozen=True)
-class TrainBatches:
+class TrainBatches(Raw):
     """The endless stream of training batches by step; `batch_size` counts all `world` processes."""
 
     source: Source
@@ -150,7 +164,7 @@ def with_draws(batch: Batch, seed: int, step: int, first: int) -> Batch:
 
 
 @dataclass(frozen=True)
-class EvaluationBatches:
+class EvaluationBatches(Raw):
     """Each example once, in order. All ranks have the same number of batches; the last may be uneven, or empty."""
 
     source: Source

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -56,16 +57,19 @@ class Feed:
         self.batches, self.device, self.classes = iter(batches), device, classes
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._next: Any = None
+        self.starved = 0
+        """Batches for which a CUDA device had to wait with nothing to do."""
 
     def fetch(self) -> Exception | None:
         """Begin with the next batch, or say why there is none: all processes must hear of that before they stop."""
+        given = None if self.stream is None else torch.cuda.Event()
+        if given is not None:
+            given.record()  # the last of the work that the device has
         try:
             batch = next(self.batches)
-            if self.stream is None:
+            self.starved += int(given is not None and given.query())
+            with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
                 self._next = finish(to_device(batch, self.device), self.classes)
-            else:
-                with torch.cuda.stream(self.stream):
-                    self._next = finish(to_device(batch, self.device), self.classes)
         except Exception as error:
             return error
         return None

@@ -14,10 +14,10 @@ import signal
 import sys
 import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 
 from softmoe.data.batch import Batch, EvaluationBatches, TooManyBroken, TrainBatches
@@ -69,7 +69,7 @@ class Loader:
         if self.workers == 0 and getattr(self.source, "read_batch", None) is not None:
             firsts = itertools.count(start_step, self.prefetch)
             groups = (self._batches.several(range(first, first + self.prefetch)) for first in firsts)
-            made = itertools.chain.from_iterable(groups)
+            made = map(self._batches.settled, itertools.chain.from_iterable(groups))
         else:
             made = _made(self._batches, itertools.count(start_step), self.workers, self.prefetch)
         for batch in made:
@@ -108,6 +108,35 @@ def evaluation_batches(
     return _made(maker, range(len(maker)), workers, prefetch)
 
 
+@dataclass(frozen=True)
+class Buffers:
+    """How batches wait: so many workers, each of which has `prefetch` finished ones waiting and makes one more."""
+
+    workers: int
+    prefetch: int
+    batch_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """Most memory that images take before they are on the device."""
+        return max(1, self.workers) * (self.prefetch + 1) * self.batch_bytes
+
+    @classmethod
+    def within(cls, limit: int, workers: int, prefetch: int, batch_bytes: int) -> Buffers:
+        """The wanted numbers, lowered to take at most `limit` bytes: first what is prepared ahead, then workers."""
+        room = max(2, limit // max(1, batch_bytes))  # batches
+        workers = min(workers, room // 2)
+        return cls(workers, max(1, min(prefetch, room // max(1, workers) - 1)), batch_bytes)
+
+
+def workers_for(device: str) -> int:
+    """How many workers `auto` is: where a CPU trains it needs its cores itself; a GPU needs images from all others."""
+    if device == "cpu":
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(16, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1))
+
+
 def _check_workers(workers: int, prefetch: int) -> None:
     if workers < 0 or prefetch < 1:
         raise ValueError(f"workers must be at least 0 and prefetch at least 1, not {workers} and {prefetch}.")
@@ -141,7 +170,7 @@ def _made(
     maker: TrainBatches | EvaluationBatches, steps: Iterable[int], workers: int, prefetch: int
 ) -> Iterator[Batch]:
     if workers == 0:
-        yield from (maker[step] for step in steps)
+        yield from (maker.settled(maker[step]) for step in steps)
         return
     made: Iterable[Any] = DataLoader(
         ErrorAsValue(maker),  # pyright: ignore[reportArgumentType]  # has what a map-style data set needs: __getitem__
@@ -151,7 +180,7 @@ def _made(
         prefetch_factor=prefetch,
         collate_fn=_as_is,
         worker_init_fn=_prepare_worker,
-        pin_memory=maker.raw and torch.cuda.is_available(),
+        pin_memory=maker.pinned,
         multiprocessing_context=_context(),
     )
     started = False

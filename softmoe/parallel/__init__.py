@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         check_groups,
         check_model,
         make_mesh,
+        reduce_gradients,
     )
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "local_shard",
     "make_mesh",
     "mean_over_ranks",
+    "reduce_gradients",
     "sum_over_ranks",
     "whole",
 ]

@@ -6,6 +6,7 @@ Slots have the same shape on every rank and every step, so nothing has to be cou
 of the experts of rank q to q, whatever router filled them.
 """
 
+import math
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,6 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from softmoe.moe import Experts
+
+HALVES_FROM = {"cuda": 1024}
+"""By device: rows of an expert, from all ranks, from which on they are exchanged in two halves. With fewer, reading the
+weights is what takes the time, and halves would read them twice."""
 
 
 class OwnedExperts(Experts):
@@ -42,25 +47,28 @@ class OwnedExperts(Experts):
             raise ValueError(
                 f"expected slots of shape ({self.num_experts}, rows, {self.dim}), got {tuple(x_NSD.shape)}"
             )
-        rows = self.to_owners(x_NSD)
-        outputs = Experts.forward(self._mine(), rows)
-        return self.from_owners(outputs)
+        mine = self._mine()
+        arriving = [self._exchange(part) for part in x_NSD.chunk(self._parts(x_NSD), dim=1)]
+        leaving = [self._exchange(self._by_rank(Experts.forward(mine, self._by_expert(rows)))) for rows in arriving]
+        return leaving[0] if len(leaving) == 1 else torch.cat(leaving, dim=1)
 
-    def to_owners(self, x_NSD: Tensor) -> Tensor:
-        """Send (N, S, D), all experts' rows of this rank -> (N/E, E*S, D), this rank's experts' rows of all ranks."""
-        N, S, D = x_NSD.shape
-        E = self.ranks
-        received = self._exchange(x_NSD).view(E, N // E, S, D)
-        return received.transpose(0, 1).reshape(N // E, E * S, D)
+    def _parts(self, x_NSD: Tensor) -> int:
+        """Exchange the rows in two halves, where that is worth it: one travels while experts work at the other."""
+        return 2 if x_NSD.shape[1] * self.ranks >= HALVES_FROM.get(x_NSD.device.type, math.inf) else 1
 
-    def from_owners(self, y: Tensor) -> Tensor:
-        """Send (N/E, E*S, D) back to (N, S, D), the rows of this rank from all experts."""
+    def _by_expert(self, received: Tensor) -> Tensor:
+        """(N, S, D), this rank's experts' rows by the rank they came from -> (N/E, E*S, D)."""
+        E, (N, S, D) = self.ranks, received.shape
+        return received.view(E, N // E, S, D).transpose(0, 1).reshape(N // E, E * S, D)
+
+    def _by_rank(self, y: Tensor) -> Tensor:
+        """(N/E, E*S, D) -> (N, S, D), the rows of each rank together, to be sent back."""
         E, (n, rows, D) = self.ranks, y.shape
-        sent = y.view(n, E, rows // E, D).transpose(0, 1).reshape(E * n, rows // E, D)
-        return self._exchange(sent)
+        return y.view(n, E, rows // E, D).transpose(0, 1).reshape(E * n, rows // E, D)
 
     def _exchange(self, rows: Tensor) -> Tensor:
-        """Exchange equal parts: part q of axis 0 goes to rank q; what comes from rank q becomes part q."""
+        """Exchange equal parts: part q of axis 0 goes to rank q; what comes from rank q becomes part q. On CUDA the
+        caller goes on at once, and whoever uses the result first waits for it."""
         part = [rows.shape[0] // self.ranks] * self.ranks
         return all_to_all_single_autograd(rows.contiguous(), part, part, (self.mesh, 0))
 

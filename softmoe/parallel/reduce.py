@@ -33,9 +33,10 @@ def local_shard(tensor: Tensor, model: Tensor) -> Tensor:
     keeps all of it."""
     if not is_spread(model):
         return tensor
-    from softmoe.parallel.experts import own_slice
+    from torch.distributed.tensor import distribute_tensor
 
-    return own_slice(tensor, model.device_mesh)
+    tensor = tensor.to(model.device)  # all ranks have it, so none sends it
+    return distribute_tensor(tensor, model.device_mesh, model.placements, src_data_rank=None)
 
 
 def copies(tensor: Tensor) -> int:

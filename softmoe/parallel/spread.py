@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.modules.module import register_module_module_registration_hook
 
@@ -109,18 +110,22 @@ AnyModel = TypeVar("AnyModel", bound=VisionTransformer | TwoTower)
 
 
 @contextmanager
-def building(mesh: Mesh) -> Iterator[None]:
-    """Make models inside this context keep only this rank's experts of each layer, as soon as it is made: no process
-    ever holds all weights. Follow with `apply`. The same numbers are drawn on every rank, as without.
+def building(mesh: Mesh, **options: Any) -> Iterator[None]:
+    """Make models inside this context keep only this rank's experts of each layer, and its part of each block, as soon
+    as they are made: no process ever holds more than one block whole. Follow with `apply`, with the same options. The
+    same numbers are drawn on every rank, as without.
     """
+    owns = mesh.sizes.expert > 1
 
     def keep_mine(layer: nn.Module, name: str, part: nn.Module | None) -> nn.Module | None:
-        if isinstance(layer, MoE) and isinstance(part, Experts) and not isinstance(part, OwnedExperts):
+        if owns and isinstance(layer, MoE) and isinstance(part, Experts) and not isinstance(part, OwnedExperts):
             check_experts(part.num_experts, part.dim, part.hidden_dim, mesh.sizes)
             return OwnedExperts(part, mesh.experts["expert"])
+        if isinstance(layer, nn.ModuleList) and isinstance(part, Block):
+            _spread_block(part, mesh, **options)
         return None
 
-    if mesh.sizes.expert == 1:
+    if mesh.sizes.world == 1:
         yield
         return
     hook = register_module_module_registration_hook(keep_mine)  # pyright: ignore[reportArgumentType]
@@ -130,8 +135,11 @@ def building(mesh: Mesh) -> Iterator[None]:
         hook.remove()
 
 
-def apply(model: AnyModel, mesh: Mesh) -> AnyModel:
+def apply(model: AnyModel, mesh: Mesh, *, dtype: torch.dtype | None = None, compile: bool | str = False) -> AnyModel:
     """Spread `model`, the same on every rank, over the mesh, in place.
+
+    `dtype` is what weights are sent in (bfloat16: half of the traffic); those of routers, all gradients and what is
+    kept stay float32. `compile` compiles each block by itself, with the backend of that name or torch's own.
 
     Each rank then gives its share of the batch to the model and calls backward on the mean loss of that share. The
     gradients are those of the mean over all ranks, which is the mean of the whole batch where the shares are equal.
@@ -141,31 +149,71 @@ def apply(model: AnyModel, mesh: Mesh) -> AnyModel:
     sizes = mesh.sizes
     if sizes.world == 1:
         return model
+    for block in [module for module in model.modules() if isinstance(module, Block)]:
+        if not isinstance(block, FSDPModule):  # else it was when it was made
+            _spread_block(block, mesh, dtype=dtype, compile=compile)
+    for scalar in (parameter for parameter in model.parameters() if parameter.ndim == 0):
+        if scalar.requires_grad:  # FSDP takes none: every rank keeps them
+            scalar.register_post_accumulate_grad_hook(_average_gradient)
+    fully_shard(model, **_options(model, mesh, dtype))
+    return model
+
+
+def _spread_block(block: Block, mesh: Mesh, *, dtype: torch.dtype | None = None, compile: bool | str = False) -> None:
+    """Give each rank its part of one block."""
+    sizes = mesh.sizes
     # The experts' output is a view; nobody writes into it.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPOwnedExperts\) returned a view tensor")
-    owned: set[nn.Parameter] = set()
     if sizes.expert > 1:
-        for layer in moe_layers(model):
+        for layer in moe_layers(block):
             if not isinstance(layer.experts, OwnedExperts):
                 layer.experts = OwnedExperts(cast(Experts, layer.experts), mesh.experts["expert"])
             if sizes.world > sizes.expert:  # several owners of the same experts: cut the second axis, or keep copies
-                fully_shard(layer.experts, mesh=mesh.owners, shard_placement_fn=lambda _: Shard(1))
-            else:
-                owned |= set(layer.experts.parameters())
-    scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
-    for scalar in scalars:  # FSDP takes none: every rank keeps them
-        if scalar.requires_grad:
-            scalar.register_post_accumulate_grad_hook(_average_gradient)
-    options: dict[str, Any] = {
+                fully_shard(
+                    layer.experts, mesh=mesh.owners, shard_placement_fn=lambda _: Shard(1), mp_policy=_policy(dtype)
+                )
+    if dtype is not None:
+        for layer in moe_layers(block):  # logits are compared: their weights travel as they are
+            if any(parameter.ndim for parameter in layer.router.parameters()):
+                fully_shard(layer.router, **_options(layer.router, mesh, None))
+    if compile:
+        backend = "inductor" if compile is True else compile
+        owns = sizes.expert > 1 and moe_layers(block)
+        for part in (block.attention, *(layer.router for layer in moe_layers(block))) if owns else (block,):
+            setattr(part, "forward", torch.compile(part.forward, backend=backend))  # noqa: B010  # of any signature
+    fully_shard(block, **_options(block, mesh, dtype))
+
+
+def _options(module: nn.Module, mesh: Mesh, dtype: torch.dtype | None) -> dict[str, Any]:
+    """What FSDP is told. It leaves alone scalars, and experts that have one owner."""
+    alone = mesh.sizes.expert == mesh.sizes.world
+    experts = [part for part in module.modules() if alone and isinstance(part, OwnedExperts)]
+    owned = {parameter for part in experts for parameter in part.parameters()}
+    return {
         "mesh": mesh.others,
-        "ignored_params": owned | scalars,
-        "shard_placement_fn": lambda parameter: Shard(even_axis(parameter, sizes.shard)),
+        "ignored_params": owned | {parameter for parameter in module.parameters() if parameter.ndim == 0},
+        "shard_placement_fn": lambda parameter: Shard(even_axis(parameter, mesh.sizes.shard)),
         "reshard_after_forward": True,  # also of the outermost: an average is only looked at, and must see new weights
+        "mp_policy": _policy(dtype),
     }
-    for block in [module for module in model.modules() if isinstance(module, Block)]:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
-    return model
+
+
+def _policy(dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    """Weights travel in `dtype` and gradients are added up in float32. Tokens stay what they are: autocast decides."""
+    if dtype is None:
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+
+def reduce_gradients(model: nn.Module, mesh: Mesh, now: bool) -> None:
+    """Say whether the next backward pass adds gradients up over the ranks, or leaves that to a later one, as all but
+    the last part of an accumulated step do. Shards of one copy are always added up: without, every rank would hold the
+    whole gradient."""
+    assert isinstance(model, FSDPModule)
+    if mesh.sizes.shard == 1:
+        model.set_requires_gradient_sync(now)
+    else:
+        model.set_requires_all_reduce(now)
 
 
 def even_axis(parameter: Tensor, parts: int) -> int:

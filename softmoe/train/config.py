@@ -24,10 +24,13 @@ class DataSection:
     val_split: str = "val"
     batch_size: int = 64
     eval_batch_size: int = 256
-    workers: int = 1
-    """Processes that read and transform images; 0 does it in the training process."""
+    workers: int | Literal["auto"] = "auto"
+    """Processes that read and transform images; 0 does it in the training process. auto is 1 where a CPU trains, and
+    beside a GPU one for each core but one, at most 16."""
     prefetch: int = 4
     """Batches that each worker prepares ahead; without workers, those of `shapes` that are drawn together."""
+    buffer_mb: int = 8192
+    """Most MiB of batches that may wait; if need be fewer are prepared ahead, by fewer workers."""
     max_broken: float = 0.05
     """Share of unreadable images above which the run stops."""
     transform: TransformConfig = field(default_factory=TransformConfig)
@@ -157,6 +160,8 @@ class TrainConfig:
     """Stop after so many steps in a row whose loss or gradient is not finite."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps."""
+    deterministic: bool = False
+    """On a GPU: take algorithms that give the same bits every time, which are slower. A CPU always does."""
     threads: int | None = None
     """CPU threads; None is what torch chooses."""
 
@@ -176,6 +181,7 @@ class TrainConfig:
             "steps": self.steps,
             "data.batch_size": d.batch_size,
             "data.eval_batch_size": d.eval_batch_size,
+            "data.buffer_mb": d.buffer_mb,
             "accumulate": self.accumulate,
             "max_bad_steps": self.max_bad_steps,
             "evaluation.every": self.evaluation.every,

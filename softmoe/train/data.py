@@ -30,12 +30,13 @@ from softmoe.data import (
     train_tokenizer,
 )
 from softmoe.data.batch import with_draws
+from softmoe.data.loader import Buffers, workers_for
 from softmoe.data.order import order
 from softmoe.models import VisionTransformer
 from softmoe.models.classification import check_labels
 from softmoe.storage.files import write_bytes
 from softmoe.storage.saved import TOKENIZER_FILES
-from softmoe.train.config import TrainConfig
+from softmoe.train.config import DataSection, TrainConfig
 from softmoe.train.distributed import Team
 
 CPU = torch.device("cpu")
@@ -87,6 +88,7 @@ class Data:
         train, val = open_sources(config)
         if config.text.size is not None:
             train, val = Captioned(train, d.train), Captioned(val, d.val or d.train)
+        buffers = buffers_of(d, d.batch_size // world, device.type)
         loader = Loader(
             train,
             Transform(d.transform, train=True),
@@ -94,8 +96,8 @@ class Data:
             config.seed,
             world,
             rank,
-            d.workers,
-            d.prefetch,
+            buffers.workers,
+            buffers.prefetch,
             d.max_broken,
             captions,
             raw=device.type != "cpu",
@@ -115,14 +117,15 @@ class Data:
         """This rank's share. Of many, all have the same number of batches, but a batch may be empty."""
         d, examples = self.config.data, self.config.evaluation.examples
         size = self.eval_share * self.world
+        buffers = buffers_of(d, self.eval_share, self.device.type)
         batches = evaluation_batches(
             self.val,
             Transform(d.transform, train=False),
             size,
             self.world,
             self.rank,
-            d.workers,
-            d.prefetch,
+            buffers.workers,
+            buffers.prefetch,
             self.captions,
             raw=self.device.type != "cpu",
         )
@@ -143,6 +146,14 @@ class Data:
                 yield batch
 
         return Feed(batches if device.type == "cpu" else checked(), device, classes)
+
+
+def buffers_of(d: DataSection, images: int, device: str) -> Buffers:
+    """How batches of so many images wait for a device of this type."""
+    height, width = d.transform.size
+    image_bytes = 3 * height * width * (4 if device == "cpu" else 1)
+    workers = workers_for(device) if d.workers == "auto" else d.workers
+    return Buffers.within(d.buffer_mb << 20, workers, d.prefetch, images * image_bytes)
 
 
 def first_examples(batches: Iterable[Batch], examples: int) -> Iterator[Batch]:

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -69,27 +69,37 @@ class Team:
         images = config.data.batch_size // self.world
         if images % config.accumulate:
             raise ValueError(f"accumulate must divide the {images} images of a process, got {config.accumulate}")
-        if config.compile:
-            raise ValueError("compile is for one process: set it to False, or train without torchrun")
         if config.optim.in_backward:
-            raise ValueError("optim.in_backward is for one process: set it to False; parallel.shard saves memory there")
-        if config.optim.states != "float32":
-            raise ValueError("optim.states is for one process: leave it at float32; parallel.shard saves memory there")
+            raise ValueError(
+                "optim.in_backward is for one process: whether a step is skipped is decided by the gradients of all, "
+                "which are there only after the pass. Set it to False; parallel.shard saves memory there"
+            )
         parallel.check_groups(shape, images // config.accumulate)
         if shape.moe and shape.moe_blocks and self.mesh.sizes.expert > 1:
             parallel.check_experts(
                 shape.moe.num_experts, shape.width, shape.moe.hidden_dim(shape.mlp_dim), self.mesh.sizes
             )
 
-    def spread(self, make: Callable[[], VisionTransformer | TwoTower]) -> VisionTransformer | TwoTower:
-        """The model that `make` builds, over all processes; none of them ever holds the experts of all."""
+    def spread(
+        self, make: Callable[[], VisionTransformer | TwoTower], dtype: torch.dtype | None = None, compile: bool = False
+    ) -> VisionTransformer | TwoTower:
+        """The model that `make` builds, over all processes; none of them ever holds more than one block whole. Weights
+        are sent in `dtype`."""
         if self.world == 1:
             return make()
         from softmoe import parallel
 
-        with parallel.building(self.mesh):
+        options: dict[str, Any] = {"dtype": dtype, "compile": compile}
+        with parallel.building(self.mesh, **options):
             model = make()
-        return parallel.apply(model, self.mesh)
+        return parallel.apply(model, self.mesh, **options)
+
+    def reduce(self, model: nn.Module, *, now: bool) -> None:
+        """Whether the next backward pass adds up the gradients of all processes; of several parts the last does."""
+        if self.world > 1:
+            from softmoe import parallel
+
+            parallel.reduce_gradients(model, self.mesh, now)
 
     def clip(self, gradients: list[Tensor], max_norm: float | None) -> Tensor:
         """Scale the gradients by the norm of the whole, wherever its parts are."""

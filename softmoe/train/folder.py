@@ -41,9 +41,11 @@ FREE = (
     "data.eval_batch_size",
     "data.workers",
     "data.prefetch",
+    "data.buffer_mb",
     "data.max_broken",
     "max_bad_steps",
     "threads",
+    "deterministic",
     "precision",  # what it came to be on the device is a fact of the run, and that may not change
     "parallel.",
 )

@@ -28,7 +28,7 @@ from softmoe.train.evaluation import Evaluator
 from softmoe.train.folder import RunFolder, differences
 from softmoe.train.log import Clock, make_sinks
 from softmoe.train.objectives import Objective
-from softmoe.train.reporting import diverged, evaluate, log, report_bad_step, show_progress
+from softmoe.train.reporting import diverged, evaluate, log, report_bad_steps, report_starving, show_progress
 from softmoe.train.run import Run, TrainState, build
 from softmoe.train.step import settle, train_step
 
@@ -137,6 +137,8 @@ def run_steps(run: Run, stop: StopRequest) -> None:
         answer = run.team.ask(lambda: stop.signal, failure)
         done.device_seconds += time.perf_counter() - start
         after_step(run, clock, log_now=log_now)
+        if log_now:
+            report_starving(run, feed)
         start = time.perf_counter()
 
 
@@ -150,8 +152,7 @@ def after_step(run: Run, clock: Clock, *, log_now: bool) -> None:
         settle(run)
     if run.progress.due(tenth=done.step % max(1, config.steps // 10) == 0):
         show_progress(run, clock)
-    if run.bad_step is not None:
-        report_bad_step(run)
+    report_bad_steps(run)
     begun = time.perf_counter()
     if log_now:
         log(run)

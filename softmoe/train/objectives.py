@@ -57,7 +57,10 @@ class Contrastive:
         return self.join(self.embed(model, batch))
 
     def embed(self, model: nn.Module, batch: Any) -> Embeddings:
-        return model(batch.images, self.tokens(batch).to(batch.images.device, non_blocking=True))
+        tokens, device = self.tokens(batch), batch.images.device
+        if device.type == "cuda":
+            tokens = tokens.pin_memory()  # so that the copy is not waited for
+        return model(batch.images, tokens.to(device, non_blocking=True))
 
     def join(self, embeddings: Embeddings) -> tuple[Tensor, dict[str, Tensor]]:
         return contrastive_loss(embeddings, self.config.loss), {}

@@ -5,7 +5,7 @@ from softmoe.models import ViTConfig
 from softmoe.models.two_tower import features_dim
 from softmoe.storage.files import flatten
 from softmoe.train.config import TrainConfig
-from softmoe.train.data import open_sources
+from softmoe.train.data import buffers_of, open_sources
 
 
 def preview(config: TrainConfig) -> str:
@@ -34,6 +34,7 @@ def preview(config: TrainConfig) -> str:
             "data",
             f"  {len(source):,} training images of {len(source.classes)} classes; {seen}",
             f"  {len(held_out):,} validation images, of which {checked:,} are evaluated",
+            f"  {waiting(config)}",
             "cost",
             *lines,
             f"  {flops:.3e} FLOPs in all",
@@ -41,6 +42,14 @@ def preview(config: TrainConfig) -> str:
             *(f"  {name:<16}{size / 2**20:10,.1f} MiB" for name, size in memory_needed(config, shape).items()),
         ]
     )
+
+
+def waiting(config: TrainConfig) -> str:
+    """How much memory the batches take that wait for the device, at most."""
+    b = buffers_of(config.data, config.data.batch_size, "cuda" if on_cuda(config) else "cpu")
+    kind = "pinned uint8" if on_cuda(config) else "float32"
+    ahead = f"{b.workers} workers, {b.prefetch} batches ahead of each" if b.workers else "made in this process"
+    return f"batches of {b.batch_bytes / 2**20:,.1f} MiB ({kind}), {ahead}: at most {b.bytes / 2**20:,.1f} MiB"
 
 
 def table(values: dict) -> list[str]:

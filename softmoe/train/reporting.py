@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from softmoe.data import Feed
 from softmoe.storage.files import flatten, write_json
 from softmoe.train.evaluation import evaluate_share
 from softmoe.train.health import model_health
@@ -35,13 +36,13 @@ def show_progress(run: Run, clock: Clock) -> None:
     run.progress.show(progress_line(run.done.step, run.config.steps, run.loss, rate, images_per_second, share, left))
 
 
-def report_bad_step(run: Run) -> None:
-    """Say that a step was skipped; Diverged if that happened too often in a row."""
-    done, step, run.bad_step = run.done, run.bad_step, None
-    run.progress.report(f"step {step}: loss {run.loss} or its gradient is not finite; the step is skipped")
-    if done.bad_in_a_row < run.config.max_bad_steps:
-        return
-    raise diverged(run, f"{done.bad_in_a_row} steps in a row gave no finite loss and gradient")
+def report_bad_steps(run: Run) -> None:
+    """Say which steps were skipped; Diverged if there were too many in a row."""
+    bad, run.bad_steps = run.bad_steps, []
+    for step, loss in bad:
+        run.progress.report(f"step {step}: loss {loss} or its gradient is not finite; the step is skipped")
+    if bad and run.done.bad_in_a_row >= run.config.max_bad_steps:
+        raise diverged(run, f"{run.done.bad_in_a_row} steps in a row gave no finite loss and gradient")
 
 
 def diverged(run: Run, reason: str) -> Diverged:
@@ -52,6 +53,16 @@ def diverged(run: Run, reason: str) -> Diverged:
         f"stopped at step {run.done.step}: {reason}; {kept}. Lower schedule.peak, lengthen schedule.warmup, set "
         "optim.clip_norm to 1, or use precision float32"
     )
+
+
+def report_starving(run: Run, feed: Feed) -> None:
+    """Say that the device waits for data, if it did in most steps since the last line of metrics."""
+    starved, feed.starved = feed.starved, 0
+    if starved > run.config.log.every / 2:
+        run.progress.report(
+            f"step {run.done.step}: the device waited for data in {starved} of the last {run.config.log.every} steps; "
+            f"raise data.workers ({run.data.loader.workers} now), or store images at a smaller size"
+        )
 
 
 def log(run: Run) -> None:

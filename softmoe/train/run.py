@@ -16,7 +16,7 @@ from softmoe import accelerate
 from softmoe.accelerate.buffers import InBackward
 from softmoe.budget import training_flops
 from softmoe.convert.files import starting_weights
-from softmoe.machine import choose_device, choose_precision
+from softmoe.machine import choose_device, choose_precision, make_deterministic
 from softmoe.models import TwoTower, TwoTowerConfig, VisionTransformer, ViTConfig
 from softmoe.moe.record import Recording
 from softmoe.parallel import local, local_shard
@@ -87,6 +87,10 @@ class TrainState:
         return cls(**said)
 
 
+LATE = ("cuda",)
+"""Devices that the host does not wait for in a step. They decide on skipping; their numbers are read a step late."""
+
+
 class Pending:
     """The numbers of a step on their way to the host: loss, balance losses, norm of the gradient, and the objective's
     own by name."""
@@ -142,8 +146,8 @@ class Run:
     """The last step, if its numbers were not read yet."""
     loss: float = math.nan
     """Of the last step whose numbers were read."""
-    bad_step: int | None = None
-    """A step that was skipped, until it is reported."""
+    bad_steps: list[tuple[int, float]] = field(default_factory=list)
+    """Steps that were skipped, with their losses, until they are reported."""
 
     def totals(self) -> dict[str, float]:
         """The axes of the paper's figures: what training has cost up to now."""
@@ -198,6 +202,8 @@ def build(
     progress = Progress(config.log.seconds, quiet=config.log.quiet or not team.leads, stream=team.stream)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    if config.deterministic:
+        make_deterministic()
     device = choose_device(config.device, team.place)
     autocast = choose_precision(config.precision, device, progress.report)
     ours = objective is None and evaluators is None  # which read captions only where there is a text tower
@@ -207,8 +213,8 @@ def build(
     shape = shape_of(config, data)
     team.check(config, image_tower(shape))
     make = partial(build_model, config, shape, device)
-    model = team.spread(make)
-    twin = team.spread(make) if team.world > 1 and config.ema is not None else None
+    model = team.spread(make, autocast, config.compile)
+    twin = team.spread(make, autocast) if team.world > 1 and config.ema is not None else None
     if isinstance(model, TwoTower) and config.model.locked:
         model.lock_image_tower()
         if extract is not None and team.world == 1 and can_keep_features(config, len(data.train)):
@@ -225,7 +231,7 @@ def build(
         folder=folder,
         data=data,
         model=model,
-        forward=torch.compile(model) if config.compile else model,  # pyright: ignore[reportArgumentType]
+        forward=torch.compile(model) if config.compile and team.world == 1 else model,  # pyright: ignore[reportArgumentType]
         average=average,
         optimizer=optimizer,
         in_backward=InBackward(optimizer) if config.optim.in_backward else None,

@@ -15,7 +15,7 @@ from softmoe.accelerate.optimizer import skipped_where
 from softmoe.train.data import split_batch
 from softmoe.train.objectives import Contrastive, join_parts, with_gradient
 from softmoe.train.optim import gradients, set_learning_rate
-from softmoe.train.run import Pending, Run, random_seed
+from softmoe.train.run import LATE, Pending, Run, random_seed
 
 
 def train_step(run: Run, batch: Any, *, keep_routing: bool = False) -> None:
@@ -39,7 +39,7 @@ def train_step(run: Run, batch: Any, *, keep_routing: bool = False) -> None:
     run.pending = Pending(done.step, names, values)
     if run.in_backward is None:
         update(run, values)
-    if run.device.type != "cuda":
+    if run.device.type not in LATE:
         settle(run)
     if not keep_routing:
         run.recording.clear()
@@ -49,7 +49,7 @@ def update(run: Run, values: Tensor) -> None:
     """Let the optimizer step if loss and norm are finite: on a GPU, which must not be asked, by a flag that the fused
     update looks at."""
     judged = values[0:3:2]
-    if run.device.type == "cuda":
+    if run.device.type in LATE:
         with skipped_where(run.optimizer, ~judged.isfinite().all()):
             run.optimizer.step()
     elif all(map(math.isfinite, judged.tolist())):
@@ -67,7 +67,7 @@ def settle(run: Run) -> None:
     if not (math.isfinite(values[0]) and math.isfinite(values[2])):
         done.skipped += 1
         done.bad_in_a_row += 1
-        run.bad_step = pending.step
+        run.bad_steps.append((pending.step, values[0]))
         return
     if run.average is not None:
         run.average.update()
@@ -88,7 +88,8 @@ def forward_backward(run: Run, batch: Any) -> tuple[Tensor, Tensor, dict[str, Te
         return joint_backward(run, run.objective, parts)
     losses, auxiliaries = [], []
     numbers: list[dict[str, Tensor]] = []
-    for part in parts:
+    for count, part in enumerate(parts, 1):
+        run.team.reduce(run.model, now=count == len(parts))
         run.recording.clear()
         with run.recording, autocast(run):
             loss, found = run.objective(run.forward, part)
@@ -117,6 +118,7 @@ def joint_backward(run: Run, objective: Contrastive, parts: list[Any]) -> tuple[
     loss.backward()
     auxiliaries, start = [], 0
     for part, state in zip(parts, states, strict=True):
+        run.team.reduce(run.model, now=part is parts[-1])
         set_random_state(run.device, state)
         run.recording.clear()
         with run.recording, autocast(run):
@@ -143,6 +145,8 @@ def balance_loss(run: Run) -> Tensor | None:
 def random_state(device: torch.device) -> tuple[Tensor, ...]:
     """The state of the generators of dropout and routing noise, on the CPU and on the accelerator."""
     states = (torch.get_rng_state(),)
+    if device.type == "mps":
+        return (*states, torch.mps.get_rng_state())
     return (*states, torch.cuda.get_rng_state(device)) if device.type == "cuda" else states
 
 
@@ -150,6 +154,8 @@ def set_random_state(device: torch.device, state: tuple[Tensor, ...]) -> None:
     torch.set_rng_state(state[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(state[1], device)
+    elif device.type == "mps":
+        torch.mps.set_rng_state(state[1])
 
 
 def autocast(run: Run) -> AbstractContextManager:

@@ -55,6 +55,35 @@ def test_the_first_step_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.parametrize("together", [7, adamw.TOGETHER])
+def test_many_together_as_one_by_one(monkeypatch: pytest.MonkeyPatch, together: int) -> None:
+    """What a GPU does, on a CPU: weights, first moments and counts of the first step are those of pieces, the second
+    moments are the numbers of bfloat16 beside theirs; and where the flag says skip nothing changes at all."""
+    monkeypatch.setattr(adamw, "TOGETHER", together)
+    ours, theirs = parameters(0, (3, 5), (4,), ()), parameters(0, (3, 5), (4,), ())
+    for one, other in zip(ours, theirs, strict=True):
+        one.grad = other.grad = torch.randn(one.shape)
+    optimizer, plain = CompactAdamW(ours, **SETTINGS), CompactAdamW(theirs, **SETTINGS)
+    plain.step()
+    group = optimizer.param_groups[0]
+
+    def update(skip: float) -> None:
+        rows = [optimizer._rows(p, p.grad) for p in ours if p.grad is not None]
+        with torch.no_grad():
+            adamw.update_together(rows, group, torch.tensor(skip))
+
+    update(0.0)
+    for one, other in zip(ours, theirs, strict=True):
+        mine, reference = optimizer.state[one], plain.state[other]
+        assert torch.equal(one, other)
+        assert all(torch.equal(mine[name], reference[name]) for name in ("step", "exp_avg"))
+        torch.testing.assert_close(mine["exp_avg_sq"].float(), reference["exp_avg_sq"].float(), rtol=2**-7, atol=0.0)
+    before = [[p.detach().clone(), *(v.clone() for v in optimizer.state[p].values())] for p in ours]
+    update(1.0)
+    after = [[p.detach(), *optimizer.state[p].values()] for p in ours]
+    assert all(torch.equal(a, b) for x, y in zip(before, after, strict=True) for a, b in zip(x, y, strict=True))
+
+
 @needs_compiler
 @pytest.mark.parametrize("piece", [7, 1 << 15, adamw.PIECE])
 def test_one_pass_is_as_in_pieces(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:

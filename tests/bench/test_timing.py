@@ -11,6 +11,7 @@ from softmoe.bench.report import as_text, save
 from softmoe.bench.timing import (
     Probes,
     Roofline,
+    Timing,
     interleave,
     machine_line,
     measure_roofline,
@@ -109,3 +110,15 @@ def test_loop_is_timed_with_and_without_data(tmp_path: Path) -> None:
     assert bare.rounds == fed.rounds == 3
     assert len(make_photos(tmp_path, count=2)) == 2
     assert per_image(lambda: sum(range(100_000)), images=1, seconds=0.0).rounds == 3
+
+
+def test_cores_that_a_gpu_needs() -> None:
+    """Images a second of a GPU at the share of its peak that the planner expects, and the cores that make so many."""
+    from softmoe.bench.cases import Row
+    from softmoe.bench.loop import RAW, cores_needed
+    from softmoe.budget import cost
+
+    lines = list(cores_needed([Row("one core", "image", RAW, Timing(0.01, 0.0, 3), None)]))
+    rate = 0.4 * 312e12 / cost("soft_s16_128e").train_flops
+    assert len(lines) == 6
+    assert f"a100-40 with soft_s16_128e takes {rate:7,.0f} images/s, those of {rate / 100:.1f} such cores" in lines[0]

@@ -73,9 +73,13 @@ def fake_cuda() -> Iterator[list[str]]:
                 if is_cuda(args[0]):
                     waits.append(f"read {place()}")
                 return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+            if name == "aten::_pin_memory":
+                return args[0]
             if name.startswith("aten::_fused_sgd_"):
                 return None  # torch has no fake form of it
             made = func(*args, **kwargs)
+            if is_cuda(made) and made.dtype == torch.float64:
+                waits.append(f"float64, which not every device has, {place()}")
             if name in ("aten::_to_copy", "aten::copy_") and not kwargs.get("non_blocking", False):
                 source = args[0] if name == "aten::_to_copy" else args[1]
                 blocking = not (name == "aten::copy_" and len(args) > 2 and args[2])

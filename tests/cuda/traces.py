@@ -84,6 +84,7 @@ def steps(changes: dict[str, Any], count: int = 3, compiled: bool = False) -> li
         for step in range(count):
             take_step(run, feed, keep_routing=step == count - 1)
         check_places(run)
+        assert feed.starved == count  # here no device is ever busy
         return list(waits)
 
 

@@ -18,6 +18,7 @@ from softmoe import parallel
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
 from softmoe.models.classification import class_weights, softmax_cross_entropy
 from softmoe.moe.record import Recording
+from softmoe.parallel import experts
 from softmoe.parallel.dry_run import Sent
 from softmoe.storage import shards
 from softmoe.storage.checkpoint import (
@@ -132,7 +133,7 @@ def train_cases(rank: int, world: int, cases: list[tuple[str, int, int]]) -> dic
     return outcomes
 
 
-OPTIONS = ("checkpointing", "frozen", "identity", "dense")
+OPTIONS = ("checkpointing", "frozen", "identity", "dense", "halves", "compiled")
 
 
 def with_option(
@@ -142,8 +143,9 @@ def with_option(
     model = make_model(option if option in ROUTERS else "soft")
     names = {name: value.shape for name, value in model.state_dict().items()}
     if mesh is not None:
-        model = parallel.apply(model, mesh)
+        model = parallel.apply(model, mesh, compile="aot_eager" if option == "compiled" else False)
         assert {name: value.shape for name, value in model.state_dict().items()} == names
+    experts.HALVES_FROM = {"cpu": 2} if option == "halves" else {}
     if option == "frozen":  # after the sharding, as the optimizer does
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("blocks.0" not in name and "scale" not in name)

@@ -9,9 +9,10 @@ import torch
 from parallel.ranks import start_ranks
 from parallel.trouble import make_config, train_rank
 
+from softmoe.machine import bfloat16_works
 from softmoe.storage import from_pretrained
 from softmoe.storage.checkpoint import read_checkpoint
-from softmoe.train import ParallelSection, train
+from softmoe.train import OptimSection, ParallelSection, train
 from softmoe.train.folder import RunFolder, write_model
 
 
@@ -60,6 +61,54 @@ def pair(tmp_path_factory) -> Path:
 def test_two_processes_train_as_one(pair, alone):
     """Average, accumulation, clipping, evaluation with an empty last share: the same run, to rounding."""
     assert_same_run(pair, alone)
+
+
+def test_two_processes_with_compact_moments(tmp_path):
+    """Moments in bfloat16, in shards: near the run of one process, whose numbers are rounded by other draws; and a
+    resume reads them back to the bit."""
+    optim = OptimSection(states="bfloat16")
+    train(replace(make_config(tmp_path, "one"), optim=optim))
+    config = replace(make_config(tmp_path, "two", expert=2, shard=2), optim=optim)
+    ended(start_ranks(2, train_rank, config))
+    mine, reference = tensors(tmp_path / "two"), tensors(tmp_path / "one")
+    assert {mine[name].dtype for name in mine if name.endswith("exp_avg_sq")} == {torch.bfloat16}
+    for name, value in reference.items():
+        torch.testing.assert_close(mine[name], value, rtol=0.05, atol=2e-3)
+    parted = replace(config, run_name="parted", steps=2)
+    ended(start_ranks(2, train_rank, parted))
+    ended(start_ranks(2, train_rank, replace(parted, steps=4)))
+    assert all(torch.equal(value, mine[name]) for name, value in tensors(tmp_path / "parted").items())
+
+
+def test_two_processes_read_late(pair, tmp_path):
+    """The way of GPUs, on a CPU: the fused update of shards looks at the flag, and numbers are read a step late. The
+    bits are those of the usual way."""
+    config = make_config(tmp_path, expert=2, shard=2)
+    ended(start_ranks(2, train_rank, config, "read late"))
+    mine, reference = tensors(tmp_path / "run"), tensors(pair)
+    assert all(torch.equal(mine[name], value) for name, value in reference.items())
+
+
+def test_two_processes_compile_each_block(alone, tmp_path):
+    """The blocks of a sharded model, each compiled by itself, train as one process does."""
+    config = replace(make_config(tmp_path, shard=2), compile=True)
+    ended(start_ranks(2, train_rank, config, "quick compiler"))
+    assert_same_run(tmp_path / "run", alone)
+
+
+@pytest.mark.skipif(not bfloat16_works(), reason="this machine has no working bfloat16")
+def test_weights_travel_in_bfloat16(alone, tmp_path):
+    """With precision bfloat16 weights are sent so, gradients are added up and kept in float32: near one process."""
+    config = replace(make_config(tmp_path, expert=2, shard=2), precision="bfloat16")
+    train(replace(config, run_name="one", parallel=ParallelSection()))
+    ended(start_ranks(2, train_rank, config))
+    mine, reference = tensors(tmp_path / "run"), tensors(tmp_path / "one")
+    assert {value.dtype for value in mine.values()} == {torch.float32}
+    losses = [[row["loss"] for row in metrics(tmp_path / name) if "loss" in row] for name in ("run", "one")]
+    assert losses[0] == pytest.approx(losses[1], rel=0.01)
+    for name, value in reference.items():
+        if name.startswith("model/"):
+            torch.testing.assert_close(mine[name], value, rtol=0.1, atol=0.03)
 
 
 def test_export(pair):

@@ -14,12 +14,10 @@ CONFIG = TrainConfig(optim=OptimSection(clip_norm=None))
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        (replace(CONFIG, compile=True), "compile is for one process"),
         (
             replace(CONFIG, optim=OptimSection(clip_norm=None, in_backward=True)),
             r"optim\.in_backward is for one process",
         ),
-        (replace(CONFIG, optim=OptimSection(states="bfloat16")), r"optim\.states is for one process"),
         (replace(CONFIG, accumulate=3), "accumulate must divide the .* images of a process, got 3"),
     ],
 )

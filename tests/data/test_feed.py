@@ -1,0 +1,91 @@
+"""Batches that are finished on a device are those that workers finish, and arrive in order."""
+
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from softmoe.data import Feed, Loader, Transform, TransformConfig, evaluation_batches, fed, open_source
+from softmoe.data.feed import finish, one_behind
+
+CPU = torch.device("cpu")
+SOURCE = "shapes?size=20"
+
+
+def same(a: Any, b: Any) -> None:
+    assert vars(a).keys() == vars(b).keys()
+    for name, value in vars(a).items():
+        other = getattr(b, name)
+        assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other, name
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"crop": "resize", "flip": False},
+        {"crop": "inception", "flip": True},
+        {"crop": "pad_crop", "flip": True},
+        {"crop": "resize", "flip": True, "mixup": 0.8},
+        {"crop": "inception", "flip": True, "rand_layers": 1, "erase": 0.5},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_finished_later_is_finished(options: dict[str, Any], workers: int) -> None:
+    """Images, labels and all else of a raw batch, finished where it arrives, are those of a batch made whole, bit for
+    bit; and it has a quarter of the bytes."""
+    if workers and options["crop"] != "inception":
+        pytest.skip("starting workers takes long, and two cases say it")
+    source, transform = open_source(SOURCE, "train"), Transform(TransformConfig(16, **options), train=True)
+    plain = Loader(source, transform, 6, seed=3, workers=workers).batches(2)
+    raw = Loader(source, transform, 6, seed=3, workers=workers, raw=True).batches(2)
+    for made, sent in islice(zip(plain, raw, strict=True), 3):
+        assert sent.images.dtype == torch.uint8
+        assert sent.images.nbytes * 4 == made.images.nbytes
+        same(finish(sent, len(source.classes)), made)
+
+
+def test_evaluation_batches_too() -> None:
+    """Raw evaluation batches on a device are the usual ones, the last and shorter one included."""
+    source, transform = (
+        open_source(f"{SOURCE}&length=10", "val"),
+        Transform(TransformConfig(16, "central"), train=False),
+    )
+    usual = list(evaluation_batches(source, transform, 4))
+    found = list(fed(evaluation_batches(source, transform, 4, raw=True), CPU))
+    assert len(usual) == len(found) == 3
+    for a, b in zip(usual, found, strict=True):
+        same(a, b)
+
+
+def test_every_level_is_exact() -> None:
+    """All 256 levels of a pixel become the same float32 numbers as on the CPU's way."""
+    from softmoe.data import Batch, to_tensor
+
+    levels = np.arange(256, dtype=np.uint8).repeat(3).reshape(1, 16, 16, 3)
+    empty = torch.zeros(1, dtype=torch.int64)
+    assert torch.equal(finish(Batch(torch.from_numpy(levels), empty, empty), 0).images, to_tensor(levels))
+
+
+def test_a_feed_says_why_there_is_no_batch() -> None:
+    """The error of a source is returned by `fetch`, after all batches before it were given in order."""
+
+    def batches():
+        yield from (next(made) for _ in range(2))
+        raise OSError("the disk is gone")
+
+    made = evaluation_batches(open_source(f"{SOURCE}&length=8", "val"), Transform(TransformConfig(16), train=False), 2)
+    feed = Feed(batches(), CPU)
+    for first in (0, 2):
+        assert feed.fetch() is None
+        assert feed.take().indices.tolist() == [first, first + 1]
+    assert str(feed.fetch()) == "the disk is gone"
+
+
+def test_results_on_the_host_stay_in_order() -> None:
+    """Nothing is lost or held back of what is computed on a CPU."""
+    rows = [(torch.tensor([k]), torch.tensor(-k)) for k in range(3)]
+    assert [(int(a), int(b)) for a, b in one_behind(rows)] == [(0, 0), (1, -1), (2, -2)]
+    assert list(one_behind([])) == []
