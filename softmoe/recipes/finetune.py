@@ -12,9 +12,9 @@ ViT was tuned with SGD: --optim.name sgd --optim.layer-decay None --optim.clip-n
 
 Time: three times the forward FLOPs per image, see `--dry-run`; with --adapters about half of that.
 Measured: Flowers-102 at 112 pixels from a ViT-Ti/16 (AugReg), batches of 32, by a script with these settings: 89.4 % of
-the validation images in 100 steps, at twice the rate 87.0 % in 60 steps, --adapters 85.3 % in 120 (104, 62 and 70 s of one
-shared core of an AMD EPYC, 2026-11-17, one seed). With SGD, Imagenette at 96 pixels, 300 steps of 64, from models of
-Tiny-ImageNet at 64: 54.7 % Soft MoE, 51.1 % dense. Not run on ImageNet.
+the validation images in 100 steps, at twice the rate 87.0 % in 60, with --adapters 85.3 % in 120 (104, 62 and 70 s of
+one shared core of an AMD EPYC, 2026-11-17, one seed). With SGD, Imagenette at 96 pixels, 300 steps of 64, from models
+of Tiny-ImageNet at 64: 54.7 % Soft MoE, 51.1 % dense. Not run on ImageNet.
 """
 
 from softmoe.data import TransformConfig
