@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,10 @@ settings.register_profile(
 settings.load_profile("softmoe")
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest's own, so that this comes after its list of skips
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
     """Say at the end that pages were not opened, and what would open them: a skip in the middle is not read."""
+    yield
     without = [r for r in terminalreporter.stats.get("skipped", []) if "no Chromium" in str(r.longrepr)]
     if without:
         count = f"{len(without)} tests open a page in a browser and were not run: no Chromium was found."
