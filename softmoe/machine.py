@@ -4,9 +4,12 @@ Nothing here overrides a variable the user set.
 """
 
 import getpass
+import multiprocessing
 import os
+import signal
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -50,6 +53,22 @@ def use_threads(count: int | None) -> None:
         import torch
 
         torch.set_num_threads(count)
+
+
+def end_with_parent() -> None:
+    """Have this process asked to end (SIGTERM) when the one that started it with `multiprocessing` is gone.
+
+    A parent that is killed cannot tell its children, which would go on computing for nobody.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def wait() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="end with parent", daemon=True).start()
 
 
 def safe_instruction_set(cpuinfo: Path = CPUINFO) -> str | None:

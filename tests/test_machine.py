@@ -1,8 +1,10 @@
 """The guards that must stand before torch loads."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -94,3 +96,41 @@ def test_precision_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("softmoe.machine.bfloat16_works", lambda: False)
     assert choose_precision("bfloat16", cpu, said.append) is None
     assert "no working bfloat16" in said[0]
+
+
+PARENT = """
+import multiprocessing, os, sys, time
+from softmoe.machine import end_with_parent
+
+def child(pipe):
+    end_with_parent()
+    pipe.send(os.getpid())
+    time.sleep(60)
+
+if __name__ == "__main__":
+    ours, theirs = multiprocessing.Pipe()
+    multiprocessing.get_context("fork").Process(target=child, args=(theirs,)).start()
+    print(ours.recv(), flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="forks")
+def test_children_end_when_their_parent_is_killed(tmp_path):
+    """A worker of a killed study does not go on: it is asked to end, as by a user."""
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.kill()
+    for _ in range(200):
+        try:
+            os.kill(child, 0)
+        except ProcessLookupError:
+            return
+        if Path(f"/proc/{child}/stat").is_file() and Path(f"/proc/{child}/stat").read_text().split()[2] == "Z":
+            return  # ended, and waits for whoever collects orphans
+        time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    pytest.fail("the child outlived its parent")

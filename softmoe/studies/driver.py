@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from softmoe.machine import end_with_parent
 from softmoe.storage.files import read_json, write_json, write_text
 from softmoe.studies.jobs import Job, Stopped, key_of
 from softmoe.studies.lab import Cell, Lab
@@ -211,7 +212,7 @@ def execute_together(pending: list[Job], store: Store, jobs: int) -> Iterator[tu
 
 
 def own_worker(places) -> None:
-    """Make a worker's process its own: one CPU thread, one GPU."""
+    """Make a worker's process its own: one CPU thread, one GPU. It saves its run and ends if the study is killed."""
     import os
 
     import torch
@@ -222,6 +223,7 @@ def own_worker(places) -> None:
     if count:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(place % count)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    end_with_parent()
 
 
 def write_results(folder: Path, table: Table) -> Path:
