@@ -10,9 +10,9 @@ Learned dispatch and combine (soft), one of them uniform, both uniform, tokens s
 with all slots. As in the paper there are as many experts as tokens, with one slot each. Data and settings are those of
 `quickstart`. In the paper soft is first, identity and uniform are last.
 
-Time: not measured.
-Measured: not run at this length. On Tiny-ImageNet-100 `softmoe study ablations` has identity first
-(docs/reproduction.md).
+Time: 81 s of one core of an AMD EPYC that others used too.
+Measured: soft 30.3 %, one expert 25.7 %, dense (with 2,503 steps) 39.7 % (2026-11-17, one seed); the others are not run.
+On Tiny-ImageNet-100 `softmoe study ablations` has identity first (docs/reproduction.md).
 """
 
 from dataclasses import replace

@@ -5,8 +5,8 @@
 It gets a quarter more steps, so a fifth more FLOPs and at least as much time as the model with experts: the gain is not
 bought with computing. Data, their order and the seed are the same.
 
-Time: not measured.
-Measured: not run yet at this length, see docs/experiments.md.
+Time: 74 s of one core of an AMD EPYC that others used too.
+Measured: top-1 39.7 %, 10-shot on 100 other classes 49.1 % (2026-11-17, one seed).
 """
 
 from dataclasses import replace
