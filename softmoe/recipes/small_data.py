@@ -1,14 +1,14 @@
 """Soft MoE on 10 thousand to a million images: 64 px pictures and a small transformer.
 
     softmoe train small_data --data.train folder:/data/tiny-imagenet
-    softmoe train small_data --data.train folder:/data/tiny-imagenet --model.router placed       ours: slots with a place
+    softmoe train small_data --data.train folder:/data/tiny-imagenet --model.router placed      ours: a place
     softmoe train small_data --data.train folder:/data/tiny-imagenet --model.router dense --steps 3000
     softmoe train small_data --data.train folder:/data/tiny-imagenet --model.num-experts 1 --model.slots-per-expert 16
 
 For who found Soft MoE no better than dense on small data: what made the difference here is a quarter as many slots as
 tokens, experts in every block that start as copies of one draw, and a scale of the logits that starts at 6. A step
-then costs 0.64 of the dense twin's FLOPs (the third command gives the twin the same total; the fourth, one expert, shows
-what slots give without experts), and the saved ones buy more steps. In time the saving shows from a width of about 128
+then costs 0.64 of the dense twin's FLOPs (the third command gives the twin the same total; the fourth, one expert,
+shows what slots give alone), and the saved ones buy more steps. In time the saving shows from a width of about 128
 on. Make it larger with model.width, model.depth and schedule.peak (lower for wider), and add augmentation
 (data.transform.rand_layers, mixup) when images are seen more than about ten times.
 
