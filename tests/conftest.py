@@ -1,5 +1,6 @@
 """Settings shared by all tests: reproducible draws, one thread, property tests without a clock."""
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that any test may `import oracle`
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite started in the background inherits it ignored
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on the CPU; triton looks when it is first imported
 
 settings.register_profile(
     "softmoe",

@@ -23,13 +23,14 @@ class Off(Exception):
     """Raised by a technique that does nothing here; the text says why."""
 
 
-def exchange(model: nn.Module, plain: type[nn.Module], fast: type[nn.Module]) -> int:
+def exchange(model: nn.Module, plain: type[nn.Module], fast: type[nn.Module], *, again: bool = False) -> int:
     """Give every module of exactly the class `plain` the class `fast`, a subclass of it; returns how many there are.
 
-    The object stays: parameters, names, hooks and whoever refers to it. Copies have the new class too.
+    The object stays: parameters, names, hooks and whoever refers to it. Copies have the new class too. With `again`
+    also modules to which another technique gave a class.
     """
     assert issubclass(fast, plain)
-    found = [module for module in model.modules() if type(module) is plain]
+    found = [module for module in model.modules() if type(module) is plain or (again and is_exactly(module, plain))]
     for module in found:
         module.__class__ = fast
     return len(found)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from softmoe.accelerate.guards import Off
 
 PIECE = 1 << 20  # numbers updated at a time on a CPU, where they stay in the cache
 TOGETHER = 1 << 24  # and on a GPU, where calls cost more than memory
-_SHIFTS = 1 << 12
+SHIFTS = 1 << 12
 _CUT = -(1 << 16)  # the bits of a float32 that bfloat16 has
 
 
@@ -67,7 +67,9 @@ class CompactAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.in_one_pass = False
         """Whether the compiled update is used."""
-        self._room: dict[torch.device, _Room] = {}
+        self.by_kernel: Callable[[list[tuple[Flat, Tensor]], int, dict[str, Any], Tensor | None], bool] | None = None
+        """An update of many parameters on a GPU that may decline (see triton_adamw.py)."""
+        self._room: dict[torch.device, Room] = {}
 
     def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         gradients = {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
@@ -89,8 +91,9 @@ class CompactAdamW(torch.optim.Optimizer):
                     self._update(flat, step, index, group, threads)
                 else:
                     rows.append((flat, step))
-            if rows:
-                update_together(rows, group, getattr(self, "found_inf", None))
+            skip = getattr(self, "found_inf", None)
+            if rows and not (self.by_kernel is not None and self.by_kernel(rows, index, group, skip)):
+                update_together(rows, group, skip)
 
     def _rows(self, parameter: Tensor, gradient: Tensor) -> tuple[Flat, Tensor]:
         """What this process keeps of a parameter, as rows of numbers, and its count of updates."""
@@ -104,7 +107,7 @@ class CompactAdamW(torch.optim.Optimizer):
 
     def _update(self, flat: Flat, step: Tensor, index: int, group: dict[str, Any], threads: int) -> None:
         device = flat.weight.device
-        room = self._room.get(device) or self._room.setdefault(device, _Room(device))
+        room = self._room.get(device) or self._room.setdefault(device, Room(device))
         if self.in_one_pass and flat.weight.dtype == flat.gradient.dtype == torch.float32:
             in_one_pass(KERNEL.library, flat, room.numbers, (int(step), index), group, threads)
         else:
@@ -170,7 +173,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def in_pieces(flat: Flat, room: _Room, step: Tensor, index: int, group: dict[str, Any]) -> None:
+def in_pieces(flat: Flat, room: Room, step: Tensor, index: int, group: dict[str, Any]) -> None:
     for place, start in enumerate(range(0, flat.weight.numel(), PIECE)):
         weight, gradient, first, second = (tensor[start : start + PIECE] for tensor in flat)
         m, v = room.first[: weight.numel()], room.second[: weight.numel()]
@@ -186,7 +189,7 @@ def self_test(library: ctypes.CDLL) -> bool:
     """A weight of 1 and a first gradient of 2: both moments are exact, and the step is one rate."""
     flat = Flat(torch.ones(40), torch.full((40,), 2.0), *torch.zeros(2, 40, dtype=torch.bfloat16))
     group = {"lr": 0.25, "betas": (0.5, 0.75), "eps": 0.0, "weight_decay": 0.0}
-    in_one_pass(library, flat, torch.zeros(40 + _SHIFTS, dtype=torch.int32), (1, 1), group, 1)
+    in_one_pass(library, flat, torch.zeros(40 + SHIFTS, dtype=torch.int32), (1, 1), group, 1)
     return bool((flat.weight == 0.75).all() and (flat.first == 1).all() and (flat.second == 1).all())
 
 
@@ -205,7 +208,7 @@ def in_one_pass(
         1 / math.sqrt(1 - beta2**step),
         group["eps"],
     )
-    sizes = (flat.weight.numel(), len(noise) - _SHIFTS, _SHIFTS)
+    sizes = (flat.weight.numel(), len(noise) - SHIFTS, SHIFTS)
     call(library.adamw, *flat, noise, *sizes, *seed, *map(float, settings), threads=threads)
 
 
@@ -237,17 +240,17 @@ def fused_update(
     )
 
 
-class _Room:
+class Room:
     """Where a piece is worked on, and random numbers to take from."""
 
     def __init__(self, device: torch.device):
         self.first, self.second = torch.empty(PIECE, device=device), torch.empty(PIECE, device=device)
         generator = torch.Generator().manual_seed(0)
-        numbers = torch.randint(0, -_CUT, (PIECE + _SHIFTS,), dtype=torch.int32, generator=generator)
+        numbers = torch.randint(0, -_CUT, (PIECE + SHIFTS,), dtype=torch.int32, generator=generator)
         self.numbers = numbers.to(device)
 
     def noise(self, count: int, seed: tuple[int, int, int]) -> Tensor:
-        shift = sum(a * b for a, b in zip(seed, (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D), strict=True)) // 64 % _SHIFTS
+        shift = sum(a * b for a, b in zip(seed, (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D), strict=True)) // 64 % SHIFTS
         return self.numbers[shift : shift + count]
 
 

@@ -82,7 +82,7 @@ def prepare(model: Model, weights: Weights = "float32", *, copy_weights: bool = 
     check(model, weights)
     memo: dict[int, object] = {}
     for path, module in model.named_modules():
-        if type(module) is SoftRouter:
+        if is_exactly(module, SoftRouter):
             memo[id(module)] = _named(path, PreparedSoftRouter, module)
         elif is_exactly(module, Experts) and copy_weights and (weights != "float32" or _packs(module)):
             prepared = _named(path, PreparedExperts, module, weights)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from softmoe.moe.routing import Router
-from softmoe.moe.soft import DenseRouting, SoftConfig, SoftRouter, softmax_over_slots, softmax_over_tokens
+from softmoe.moe.soft import DenseRouting, SoftConfig, SoftRouter
 
 Grid = tuple[int, int]
 
@@ -61,7 +61,7 @@ class PlacedRouter(SoftRouter):
         logits_BMNP = self.logits(x_BMD, mask)
         if grid is not None:
             logits_BMNP = logits_BMNP + self.place(grid, x_BMD.shape[1]).to(logits_BMNP.dtype)
-        return DenseRouting(softmax_over_tokens(logits_BMNP, mask), softmax_over_slots(logits_BMNP, mask))
+        return self.routing(logits_BMNP, mask)
 
 
 class Place(nn.Module):

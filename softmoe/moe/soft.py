@@ -72,13 +72,22 @@ class SoftRouter(Router):
             nn.init.constant_(self.scale, self.scale_init)
 
     def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> "DenseRouting":
-        logits_BMNP = self.logits(x_BMD, mask)
+        return self.routing(self.logits(x_BMD, mask), mask)
+
+    def routing(self, logits_BMNP: Tensor, mask: Tensor | None) -> "DenseRouting":
         dispatch_BMNP = softmax_over_tokens(logits_BMNP, mask)
         combine_BMNP = softmax_over_slots(logits_BMNP, mask)
         return DenseRouting(dispatch_BMNP, combine_BMNP)
 
     def logits(self, x_BMD: Tensor, mask: Tensor | None = None) -> Tensor:
         check_tokens(x_BMD, mask, self.dim)
+        logits_BMS = self.similarity(x_BMD)
+        if self.training and self.noise_std > 0:
+            logits_BMS = logits_BMS + self.noise_std * torch.randn_like(logits_BMS)
+        return logits_BMS.unflatten(2, (self.num_experts, self.slots_per_expert))
+
+    def similarity(self, x_BMD: Tensor) -> Tensor:
+        """Every token with every slot vector, (B, M, S)."""
         dtype = routing_dtype(x_BMD.dtype)
         with no_autocast(x_BMD):
             tokens_BMD = x_BMD.to(dtype)
@@ -86,10 +95,7 @@ class SoftRouter(Router):
             if self.scale is not None:
                 tokens_BMD = l2_normalize(tokens_BMD, dim=-1)
                 slots_DS = l2_normalize(slots_DS, dim=0) * self.scale.to(dtype)
-            logits_BMS = tokens_BMD @ slots_DS
-        if self.training and self.noise_std > 0:
-            logits_BMS = logits_BMS + self.noise_std * torch.randn_like(logits_BMS)
-        return logits_BMS.unflatten(2, (self.num_experts, self.slots_per_expert))
+            return tokens_BMD @ slots_DS
 
     def extra_repr(self) -> str:
         return (

@@ -156,6 +156,8 @@ class TrainConfig:
     """Split each batch in so many parts, to save memory; the gradient is that of the whole batch."""
     gradient_checkpointing: bool = False
     """Save memory by computing the inside of each block twice."""
+    keep_logits_only: bool = False
+    """Save memory in Soft routers by keeping their logits and computing both softmaxes again in the backward pass."""
     max_bad_steps: int = 10
     """Stop after so many steps in a row whose loss or gradient is not finite."""
     device: str = "auto"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from softmoe import accelerate
 from softmoe.accelerate.buffers import InBackward
+from softmoe.accelerate.soft import keep_logits_only
 from softmoe.budget import training_flops
 from softmoe.convert.files import starting_weights
 from softmoe.machine import choose_device, choose_precision, make_deterministic
@@ -223,6 +224,8 @@ def build(
     average = None if config.ema is None else Average(model, config.ema, twin)  # a copy, before any hook
     optimizer = make_optimizer(model, config.optim, locked=config.model.locked, adapters=config.model.adapters)
     report = accelerate.apply(model, optimizer)
+    if config.keep_logits_only:
+        keep_logits_only(model)
     progress.report(str(report))
     if objective is None:
         objective = contrastive(config, data) if isinstance(model, TwoTower) else make_objective(config.objective)

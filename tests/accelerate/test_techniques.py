@@ -16,7 +16,8 @@ from softmoe.accelerate import buffers, experts, guards
 from softmoe.accelerate.techniques import technique_names
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
 
-NAMES = ["activation", "attention", "buffers", "experts", "linear", "optimizer"]
+TRITON = ["triton_adamw", "triton_experts", "triton_soft"]
+NAMES = ["activation", "attention", "buffers", "experts", "linear", "optimizer", *TRITON]
 needs_all = pytest.mark.skipif(not experts.KERNEL.available, reason=f"not compiled: {experts.KERNEL.why_not()}")
 
 

@@ -1,0 +1,121 @@
+"""Two ways of computing the same are timed once for each shape on the device at hand, and the faster one is used.
+
+A kernel that cannot run there, or whose numbers are wrong there, is not used. What was found is in `CHOICES`.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from softmoe.accelerate.guards import Off, no_tangents, no_tracing_or_transforms
+
+ROUNDS = 5
+LARGEST_ERROR = {torch.float32: 5e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+"""By the type of the products (float32 ones may be TF32): the difference from torch's numbers, as a share of their
+norm, beyond which a kernel is wrong."""
+Way = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was found for one shape: whether the kernel is used, and a sentence with both times or what failed."""
+
+    use: bool
+    why: str
+
+
+CHOICES: dict[tuple[Any, ...], Choice] = {}
+"""By name of the technique, shape, type, device, and whether gradients are wanted."""
+
+
+def need_triton(model: nn.Module) -> None:
+    """Raise Off unless the model is on a CUDA device and there is a triton to compile with."""
+    if not any(p.device.type == "cuda" for p in model.parameters()):
+        raise Off("not on a CUDA device")
+    if find_spec("triton") is None:
+        raise Off("triton is not installed")
+    if torch.version.hip:
+        raise Off("not tried on ROCm")
+
+
+def may_use(*tensors: Tensor) -> bool:
+    """True for tensors that a kernel takes, while nobody traces or transforms what is computed."""
+    kinds = (Tensor, nn.Parameter)
+    return (
+        no_tracing_or_transforms()
+        and all(type(t) in kinds and t.device.type == "cuda" and t.dtype in LARGEST_ERROR for t in tensors)
+        and no_tangents(*tensors)
+    )
+
+
+def faster(name: str, plain: Way, kernel: Way, *inputs: Tensor) -> bool:
+    """True if the kernel is the faster way for such inputs: the first call for a shape times both."""
+    grad = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+    device = inputs[0].device
+    kind = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else inputs[0].dtype
+    key = (name, *(tuple(t.shape) for t in inputs), kind, device, grad)
+    if key not in CHOICES:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False
+        CHOICES[key] = compare(plain, kernel, inputs, grad, LARGEST_ERROR[kind])
+    return CHOICES[key].use
+
+
+def compare(plain: Way, kernel: Way, inputs: tuple[Tensor, ...], grad: bool, largest_error: float) -> Choice:
+    """Run both on copies of the inputs, with gradients if they are wanted: numbers first, then times in turn."""
+    try:
+        right, found = (_run(way, inputs, grad) for way in (plain, kernel))
+    except Exception as error:  # whatever a compiler or a driver may raise: torch's way is there
+        return Choice(False, f"torch: the kernel cannot run here ({type(error).__name__}: {str(error)[:80]})")
+    error = max(_distance(one, other) for one, other in zip(found, right, strict=True))
+    if not error <= largest_error:
+        return Choice(False, f"torch: the kernel's numbers are {error:.1e} away from torch's")
+    times: dict[Way, list[float]] = {plain: [], kernel: []}
+    for _ in range(ROUNDS):
+        for way, taken in times.items():
+            taken.append(_seconds(way, inputs, grad))
+    torch_time, own_time = (statistics.median(times[way]) for way in (plain, kernel))
+    use = own_time < torch_time
+    share = f"{1e3 * own_time:.3f} ms by the kernel, {1e3 * torch_time:.3f} ms by torch"
+    return Choice(use, f"{'kernel' if use else 'torch'}: {share}")
+
+
+def _run(way: Way, inputs: tuple[Tensor, ...], grad: bool) -> list[Tensor]:
+    with torch.set_grad_enabled(grad):
+        copies = [t.detach().requires_grad_(grad and t.requires_grad) for t in inputs]
+        output = way(*copies)
+        wanted = [t for t in copies if t.requires_grad]
+        gradients = torch.autograd.grad(output, wanted, torch.ones_like(output)) if wanted else ()
+    return [output.detach(), *gradients]
+
+
+def _seconds(way: Way, inputs: tuple[Tensor, ...], grad: bool) -> float:
+    if inputs[0].device.type != "cuda":
+        begun = time.perf_counter()
+        _run(way, inputs, grad)
+        return time.perf_counter() - begun
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    _run(way, inputs, grad)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    return float((one.float() - other.float()).norm() / other.float().norm().clamp(min=1e-30))
+
+
+def timings() -> list[str]:
+    """A line for each shape that was timed so far."""
+    return [
+        f"{key[0]} {' '.join('x'.join(map(str, part)) for part in key[1:-3])} {key[-3]}".replace("torch.", "")
+        + f"{', with gradients' if key[-1] else ''}: {choice.why}"
+        for key, choice in CHOICES.items()
+    ]

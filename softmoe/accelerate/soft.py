@@ -1,0 +1,182 @@
+"""Soft routing that keeps its logits for the backward pass and computes both softmaxes again, to take less memory.
+
+Letters: B images, M tokens, D width, N experts, P slots per expert, S = N*P slots.
+
+The plain router keeps both weights (B, M, S), again in the type of the products, and the tokens a second time,
+normalized. Here the logits and the tokens as they came are kept. It costs two softmaxes more, so it is asked for:
+`keep_logits_only(model)`, or `--keep-logits-only` of a run.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from softmoe.accelerate.guards import exchange
+from softmoe.moe import DenseRouting, PlacedRouter, SoftRouter
+from softmoe.moe.routing import no_autocast, routing_dtype
+from softmoe.moe.soft import EPS, l2_normalize, softmax_over_slots, softmax_over_tokens
+
+
+def keep_logits_only(model: nn.Module) -> int:
+    """Make every Soft router of a model keep its logits alone; returns how many there are."""
+    return sum(exchange(model, kind.plain_class, kind, again=True) for kind in (FrugalSoftRouter, FrugalPlacedRouter))
+
+
+class LogitsRouting(DenseRouting):
+    """A DenseRouting that has the logits (B, M, N, P); its weights are computed when somebody asks for them."""
+
+    def __init__(self, logits_BMNP: Tensor, mask: Tensor | None):
+        object.__setattr__(self, "logits", logits_BMNP)
+        object.__setattr__(self, "mask", mask)
+
+    logits: Tensor
+    mask: Tensor | None
+
+    @property
+    def dispatch_weights(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return softmax_over_tokens(self.logits, self.mask)
+
+    @property
+    def combine_weights(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return softmax_over_slots(self.logits, self.mask)
+
+    def dispatch(self, x_BMD: Tensor) -> Tensor:
+        B, _, N, P = self.logits.shape
+        slots_BSD = _Dispatch.apply(self.logits, in_autocast_dtype(x_BMD), self.mask)
+        return slots_BSD.unflatten(1, (N, P)).transpose(0, 1).reshape(N, B * P, -1)  # pyright: ignore
+
+    def combine(self, slots_NSD: Tensor) -> Tensor:
+        return _Combine.apply(self.logits, in_autocast_dtype(slots_NSD), self.mask)  # pyright: ignore[reportReturnType]
+
+
+def in_autocast_dtype(x: Tensor) -> Tensor:
+    """What a product under autocast would compute with."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+class Frugal:
+    """What a Soft router does otherwise, to stand before its class."""
+
+    def similarity(self: Any, x_BMD: Tensor) -> Tensor:
+        dtype = routing_dtype(x_BMD.dtype)
+        with no_autocast(x_BMD):
+            slots_DS = self.phi.to(dtype).flatten(1)
+            if self.scale is not None:
+                slots_DS = l2_normalize(slots_DS, dim=0) * self.scale.to(dtype)
+            return _Similarity.apply(x_BMD, slots_DS, self.scale is not None)  # pyright: ignore[reportReturnType]
+
+    def routing(self, logits_BMNP: Tensor, mask: Tensor | None) -> DenseRouting:
+        return LogitsRouting(logits_BMNP, mask)
+
+
+class FrugalSoftRouter(Frugal, SoftRouter):
+    plain_class = SoftRouter
+
+
+class FrugalPlacedRouter(Frugal, PlacedRouter):
+    plain_class = PlacedRouter
+
+
+class _Similarity(torch.autograd.Function):
+    """x @ slots over the length of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BMD: Tensor, slots_DS: Tensor, normalize: bool) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(x_BMD, slots_DS)
+        ctx.normalize = normalize
+        return similarity(x_BMD, slots_DS, normalize)
+
+    @staticmethod
+    def backward(ctx: Any, d_BMS: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x_BMD, slots_DS = ctx.saved_tensors
+        return *similarity_gradient(d_BMS, x_BMD, slots_DS, ctx.normalize), None
+
+
+def similarity(x_BMD: Tensor, slots_DS: Tensor, normalize: bool) -> Tensor:
+    tokens_BMD = x_BMD.to(slots_DS.dtype)
+    return (l2_normalize(tokens_BMD, dim=-1) if normalize else tokens_BMD) @ slots_DS
+
+
+def similarity_gradient(d_BMS: Tensor, x_BMD: Tensor, slots_DS: Tensor, normalize: bool) -> tuple[Tensor, Tensor]:
+    """The gradients of x and slots, from x as it came."""
+    tokens_BMD = x_BMD.to(slots_DS.dtype)
+    d_unit_BMD = d_BMS @ slots_DS.T
+    if not normalize:
+        return d_unit_BMD.to(x_BMD.dtype), tokens_BMD.flatten(0, 1).T @ d_BMS.flatten(0, 1)
+    length_BM1 = torch.rsqrt(tokens_BMD.square().sum(-1, keepdim=True) + EPS)
+    unit_BMD = tokens_BMD * length_BM1
+    along_BM1 = torch.linalg.vecdot(d_unit_BMD, unit_BMD).unsqueeze(-1)
+    d_x_BMD = length_BM1 * (d_unit_BMD - along_BM1 * unit_BMD)
+    return d_x_BMD.to(x_BMD.dtype), unit_BMD.flatten(0, 1).T @ d_BMS.flatten(0, 1)
+
+
+class _Dispatch(torch.autograd.Function):
+    """(B, M, N, P) logits and (B, M, D) tokens -> (B, S, D) slots."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_BMNP: Tensor, x_BMD: Tensor, mask: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(logits_BMNP, x_BMD, mask)
+        weights_BMS = softmax_over_tokens(logits_BMNP, mask).flatten(2).to(x_BMD.dtype)
+        return weights_BMS.transpose(1, 2) @ x_BMD
+
+    @staticmethod
+    def backward(ctx: Any, d_BSD: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        logits_BMNP, x_BMD, mask = ctx.saved_tensors
+        weights_BMS = softmax_over_tokens(logits_BMNP, mask).flatten(2)
+        d_weights_BMS = (x_BMD @ d_BSD.transpose(1, 2)).to(weights_BMS.dtype)
+        return (
+            softmax_gradient(d_weights_BMS, weights_BMS, 1).view_as(logits_BMNP),
+            weights_BMS.to(x_BMD.dtype) @ d_BSD,
+            None,
+        )
+
+
+class _Combine(torch.autograd.Function):
+    """(B, M, N, P) logits and (N, B*P, D) slots -> (B, M, D) tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_BMNP: Tensor, slots_NSD: Tensor, mask: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(logits_BMNP, slots_NSD, mask)
+        weights_BMS = softmax_over_slots(logits_BMNP, mask).flatten(2).to(slots_NSD.dtype)
+        return weights_BMS @ by_image(slots_NSD, logits_BMNP)
+
+    @staticmethod
+    def backward(ctx: Any, d_BMD: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        logits_BMNP, slots_NSD, mask = ctx.saved_tensors
+        B, _, N, P = logits_BMNP.shape
+        weights_BMS = softmax_over_slots(logits_BMNP, mask).flatten(2)
+        d_weights_BMS = (d_BMD @ by_image(slots_NSD, logits_BMNP).transpose(1, 2)).to(weights_BMS.dtype)
+        d_slots_BSD = weights_BMS.to(slots_NSD.dtype).transpose(1, 2) @ d_BMD
+        return (
+            softmax_gradient(d_weights_BMS, weights_BMS, 2).view_as(logits_BMNP),
+            d_slots_BSD.unflatten(1, (N, P)).transpose(0, 1).reshape(N, B * P, -1),
+            None,
+        )
+
+
+def by_image(slots_NSD: Tensor, logits_BMNP: Tensor) -> Tensor:
+    B, _, N, P = logits_BMNP.shape
+    return slots_NSD.unflatten(1, (B, P)).transpose(0, 1).reshape(B, N * P, -1)
+
+
+def softmax_gradient(d_weights: Tensor, weights: Tensor, dim: int) -> Tensor:
+    return torch.ops.aten._softmax_backward_data(d_weights, weights, dim, weights.dtype)
+
+
+def bytes_kept(call: Callable[[], object], but: Iterable[Tensor] = ()) -> int:
+    """Bytes that autograd keeps for the backward pass of what is called, each memory counted once, but for some."""
+    kept: dict[int, tuple[int, Tensor]] = {}
+
+    def remember(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes(), tensor  # held, so that no other gets its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
+        output = call()
+    del output
+    known = {tensor.untyped_storage().data_ptr() for tensor in but}
+    return sum(size for place, (size, _) in kept.items() if place not in known)

@@ -1,0 +1,73 @@
+"""Soft routing that keeps its logits alone, against the plain router."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import softmoe
+from softmoe import accelerate
+from softmoe.accelerate.soft import LogitsRouting, bytes_kept, keep_logits_only
+from softmoe.moe import PlacedRouter, SoftRouter
+
+
+def outputs_and_gradients(layer: softmoe.SoftMoE, x: Tensor, mask: Tensor | None) -> list[Tensor]:
+    x = x.detach().requires_grad_()
+    y = layer(x, mask)
+    wanted = [x, *layer.parameters()]
+    return [y, *torch.autograd.grad(y.pow(3).sum(), wanted)]
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (3, 7, 5, 4, 2), (2, 9, 6, 5, 1)])
+def test_numbers_are_the_plain_ones(sizes: tuple[int, ...], masked: bool, normalize: bool) -> None:
+    """Outputs and all gradients in float64, with an image that has no real token."""
+    B, M, D, N, P = sizes
+    layer = softmoe.SoftMoE(D, N, P, 7, normalize=normalize, scale_init=3.0).double()
+    x, mask = torch.randn(B, M, D).double(), None
+    if masked:
+        mask = torch.rand(B, M) < 0.6
+        mask[0] = False
+    plain = outputs_and_gradients(layer, x, mask)
+    assert keep_logits_only(layer) == 1
+    assert isinstance(layer.router(x, mask), LogitsRouting)
+    for one, other in zip(outputs_and_gradients(layer, x, mask), plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    accelerate.remove(layer)
+    assert type(layer.router) is SoftRouter
+
+
+def test_places_and_weights() -> None:
+    """A router with places keeps them, and whoever looks at the weights sees the plain ones."""
+    router, x = PlacedRouter(8, 4).double(), torch.randn(2, 9, 8).double()
+    plain = router(x, None, (3, 3))
+    keep_logits_only(router)
+    found = router(x, None, (3, 3))
+    torch.testing.assert_close(found.dispatch_weights, plain.dispatch_weights)
+    torch.testing.assert_close(found.combine_weights, plain.combine_weights)
+    torch.testing.assert_close(found.dispatch(x), plain.dispatch(x))
+
+
+def test_gradients_of_gradients() -> None:
+    """The backward pass can itself be differentiated."""
+    layer, x = softmoe.SoftMoE(4, 3, 1, 5).double(), torch.randn(1, 3, 4).double().requires_grad_()
+    keep_logits_only(layer)
+    torch.autograd.gradgradcheck(layer, (x,))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_less_is_kept(autocast: bool) -> None:
+    """At the shape of S/16 with 128 experts at most two thirds of what the plain router keeps, weights apart."""
+    router, x = SoftRouter(384, 128), torch.randn(1, 196, 384, requires_grad=True)
+
+    def there_and_back() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            routing = router(x)
+            return routing.combine(routing.dispatch(x) * 2)
+
+    plain, right = bytes_kept(there_and_back, router.parameters()), there_and_back()
+    keep_logits_only(router)
+    assert bytes_kept(there_and_back, router.parameters()) < plain * 2 / 3
+    found = there_and_back()
+    assert found.dtype == right.dtype
+    torch.testing.assert_close(found, right)

@@ -1,0 +1,286 @@
+"""Triton kernels by triton's interpreter on the CPU against float64: outputs and all gradients."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import softmoe
+from softmoe import accelerate
+from softmoe.accelerate import fastest, triton_adamw, triton_experts, triton_soft
+from softmoe.accelerate.fastest import Choice, compare
+from softmoe.accelerate.optimizer import SHIFTS, CompactAdamW, Flat, Room, in_pieces
+from softmoe.moe import Experts, PlacedRouter, SoftRouter
+
+triton = pytest.importorskip("triton", reason="needs triton: pip install softmoe[dev]")
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of values that are masked
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2}
+DTYPES = list(TOLERANCE)
+
+
+@pytest.fixture(autouse=True)
+def _rounds_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter cuts float32 to bfloat16 where hardware rounds to the nearest: let it round."""
+    from triton.runtime import interpreter
+
+    plain = interpreter.InterpreterBuilder.cast_impl
+
+    def cast(self, source, kind):
+        if source.dtype.scalar == triton.language.float32 and kind.scalar == triton.language.bfloat16:
+            bits = source.data.view(np.uint32)
+            rounded = (bits + 0x7FFF + (bits >> 16 & 1)).astype(np.uint32).view(np.float32)
+            source = interpreter.TensorHandle(np.where(np.isfinite(source.data), rounded, source.data), source.dtype)
+        return plain(self, source, kind)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", cast)
+
+
+@pytest.fixture
+def as_if_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Techniques take tensors of the CPU, and the kernel is always the faster way."""
+    monkeypatch.setattr(fastest, "need_triton", lambda model: None)
+    monkeypatch.setattr(fastest, "may_use", lambda *tensors: True)
+    monkeypatch.setattr(fastest, "faster", lambda *_: True)
+
+
+def run(way: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    output = way(*leaves)
+    d_output = torch.cos(torch.arange(output.numel())).view_as(output).to(output.dtype)
+    return [output.detach(), *torch.autograd.grad(output, leaves, d_output)]
+
+
+def check(plain: Callable[..., Tensor], kernels: Callable[..., Tensor], tensors: list[Tensor]) -> None:
+    dtype = tensors[0].dtype
+    right = run(plain, [t.double() for t in tensors])
+    for found, expected, given in zip(run(kernels, tensors), right, [tensors[0], *tensors], strict=True):
+        assert found.dtype == given.dtype
+        assert (found.double() - expected).norm() <= TOLERANCE[dtype] * expected.norm() + 1e-12
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("sizes", "masked", "normalize"),
+    [
+        ((2, 5, 6, 3, 2), False, True),
+        ((1, 1, 1, 1, 1), False, True),
+        ((3, 70, 133, 5, 1), True, True),
+        ((2, 37, 130, 23, 3), True, False),
+    ],
+)
+def test_soft_routing(sizes: tuple[int, ...], masked: bool, normalize: bool, dtype: torch.dtype) -> None:
+    """Logits, dispatch and combine; sizes beyond a tile and odd ones; an image without any real token."""
+    B, M, D, N, P = sizes
+    x, slots = torch.randn(B, M, D, dtype=dtype), 3 * torch.randn(D, N * P) / D**0.5
+    mask = None
+    if masked:
+        mask = torch.rand(B, M) < 0.6
+        mask[0] = False
+    ways = (partial(way, normalize, (N, P), mask) for way in (triton_soft.by_torch, triton_soft.by_kernels))
+    check(*ways, [x, slots])  # pyright: ignore[reportCallIssue]
+
+
+def test_masked_tokens_are_nothing() -> None:
+    """What stands at masked tokens changes nothing, not even if it is no number, and they receive exactly zero."""
+    x, slots, mask = torch.randn(2, 9, 8), torch.randn(8, 6), torch.rand(2, 9) < 0.5
+    way = partial(triton_soft.by_kernels, True, (3, 2), mask)
+    y = way(x, slots)
+    assert torch.equal(way(torch.where(mask[..., None], x, 1e4 * x), slots), y)
+    assert (y[~mask] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(2, 3, 5, 7), (1, 1, 1, 1), (3, 70, 130, 140)])
+def test_experts(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Two products, two biases and the activation; rows and widths beyond a tile and odd ones."""
+    N, S, D, H = sizes
+    shapes = {(N, S, D): 1.0, (N, D, H): D**-0.5, (N, H): 1.0}
+    x, w1, b1 = (torch.randn(shape) * scale for shape, scale in shapes.items())
+    w2, b2 = torch.randn(N, D, H) * H**-0.5, torch.randn(N, D)
+    tensors = [t.to(dtype) for t in (x, w1, b1, w2, b2)]
+    check(triton_experts.by_torch, triton_experts.by_kernels, tensors)
+
+
+def test_the_activation_at_its_ends() -> None:
+    """Far from zero it is x or 0, and its slope 1 or 0, with no number that is none."""
+    x = torch.tensor([-1e4, -30.0, -1e-3, 0.0, 1e-3, 30.0, 1e4]).view(1, -1, 1)
+    ones, zeros = torch.ones(1, 1, 1), torch.zeros(1, 1)
+    right = run(triton_experts.by_torch, [t.double() for t in (x, ones, zeros, ones, zeros)])[:2]
+    found = run(triton_experts.by_kernels, [x, ones, zeros, ones, zeros])[:2]
+    for one, other in zip(found, right, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-6)
+
+
+def test_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is that of the update in pieces from the same state, rounded by the same random numbers."""
+    monkeypatch.setattr("softmoe.accelerate.optimizer.PIECE", 700)
+    room, settings = Room(torch.device("cpu")), {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+    state = Flat(torch.randn(3001), torch.randn(3001), torch.zeros(3001).bfloat16(), torch.zeros(3001).bfloat16())
+    assert len(room.numbers) == 700 + SHIFTS
+    for step in (1.0, 2.0, 90_000.0):
+        ours = Flat(*(t.clone() for t in state))
+        in_pieces(state, room, torch.tensor(step), 5, settings)
+        triton_adamw.update(ours, room, torch.tensor(step), 5, settings)
+        torch.testing.assert_close(ours.weight, state.weight, rtol=1e-6, atol=1e-7)
+        for moment, right in ((ours.first, state.first), (ours.second, state.second)):
+            assert (moment != right).float().mean() < 2e-3, "but for a few that lay at a limit"
+            torch.testing.assert_close(moment.float(), right.float(), rtol=2**-7, atol=1e-8)
+
+
+def test_techniques_change_nothing(as_if_cuda: None) -> None:
+    """A layer and an optimizer with all three compute what they did: outputs, gradients, weights after a step."""
+    torch.manual_seed(0)
+    results = []
+    for how in ("plain", "kernels"):
+        torch.manual_seed(0)
+        layer = softmoe.SoftMoE(12, 3, 2, 20)
+        optimizer = CompactAdamW(layer.parameters(), lr=1e-2)
+        if how == "kernels":
+            for technique in (triton_soft, triton_experts, triton_adamw):
+                technique.switch_on(layer, optimizer)
+            assert type(layer.router) is triton_soft.TritonSoftRouter
+            assert type(layer.experts) is triton_experts.TritonExperts
+        x = torch.randn(2, 7, 12, generator=torch.Generator().manual_seed(1))
+        y = layer(x, torch.arange(7).expand(2, 7) < 5)
+        y.square().sum().backward()
+        gradients = [p.grad.clone() for p in layer.parameters() if p.grad is not None]
+        optimizer.step()
+        results.append([y, *gradients, *layer.parameters()])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    accelerate.remove(layer)
+    assert (type(layer.router), type(layer.experts)) == (SoftRouter, Experts)
+
+
+def test_a_placed_router_has_its_places(as_if_cuda: None) -> None:
+    """The kernels see the logits with the places in them, and the places get their gradients."""
+    router, x = PlacedRouter(8, 4), torch.randn(2, 9, 8)
+    wanted = [*router.parameters()]
+
+    def outputs() -> list[Tensor]:
+        routing = router(x, None, (3, 3))
+        y = routing.combine(routing.dispatch(x).square())
+        return [y, routing.dispatch_weights, *torch.autograd.grad(y.square().sum(), wanted)]
+
+    plain = outputs()
+    triton_soft.switch_on(router)
+    assert type(router(x, None, (3, 3))) is triton_soft.TritonRouting
+    for one, other in zip(outputs(), plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_a_compiler_takes_the_way_that_was_faster(as_if_cuda: None) -> None:
+    """After an eager call the traced graph has the kernels' operators, in both passes, and gives the same."""
+    layer, x = softmoe.SoftMoE(12, 3, 2, 20), torch.randn(2, 7, 12)
+    triton_soft.switch_on(layer)
+    triton_experts.switch_on(layer)
+    eager = layer(x)
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., object]:
+        graphs.append(str(graph.graph))
+        return graph
+
+    y = torch.compile(layer, backend=backend, fullgraph=True)(x)
+    torch.testing.assert_close(y, eager)
+    assert len(graphs) == 1
+    assert all(name in graphs[0] for name in ("soft_logits", "soft_dispatch", "soft_combine", "triton_mlp"))
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for way in (layer, compiled):
+        layer.zero_grad()
+        way(x).square().sum().backward()
+        gradients = [p.grad for p in layer.parameters()]
+        if way is layer:
+            right = gradients
+    for one, other in zip(gradients, right, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("name", ["soft_logits", "soft_dispatch", "soft_combine", "triton_mlp"])
+def test_operators_are_declared_right(name: str) -> None:
+    """torch's own check of shapes without data, of autograd and of tracing."""
+    f = partial(torch.randn, requires_grad=True)
+    x, logits, slots = f(2, 5, 4), f(2, 5, 6), f(3, 4, 4)
+    arguments = {
+        "soft_logits": (x, f(4, 6), True),
+        "soft_dispatch": (logits, x, torch.ones(2, 5, dtype=torch.bool), 2),
+        "soft_combine": (logits, slots, None),
+        "triton_mlp": (f(3, 4, 4), f(3, 4, 7), f(3, 7), f(3, 4, 7), f(3, 4), True),
+    }
+    torch.library.opcheck(getattr(torch.ops.softmoe, name).default, arguments[name])
+
+
+def test_off_without_a_cuda_device() -> None:
+    """On a CPU all three are off, with the reason, and classes stay."""
+    layer = softmoe.SoftMoE(8, 2)
+    optimizer = CompactAdamW(layer.parameters())
+    reasons = {t.name: t.why for t in accelerate.apply(layer, optimizer).techniques if not t.on}
+    assert {reasons[f"triton_{name}"] for name in ("soft", "experts", "adamw")} == {"not on a CUDA device"}
+    assert type(layer.router) is SoftRouter
+
+
+def linear(x: Tensor, w: Tensor) -> Tensor:
+    return x @ w
+
+
+def test_a_wrong_or_failing_kernel_is_not_used() -> None:
+    """Numbers and gradients are compared before any time is taken; what cannot run is not used, with the reason."""
+    inputs = (torch.randn(4, 3, requires_grad=True), torch.randn(3, 2, requires_grad=True))
+
+    def wrong_gradient(x: Tensor, w: Tensor) -> Tensor:
+        return x @ w + 0.5 * (x.sum() - x.sum().detach())
+
+    def failing(x: Tensor, w: Tensor) -> Tensor:
+        raise RuntimeError("out of resource: shared memory")
+
+    assert "away from torch's" in compare(linear, wrong_gradient, inputs, True, 1e-3).why
+    found = compare(linear, failing, inputs, True, 1e-3)
+    assert (found.use, "shared memory" in found.why) == (False, True)
+    assert "ms by the kernel" in compare(linear, torch.matmul, inputs, True, 1e-3).why
+
+
+def test_each_shape_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was found is kept by shape and by whether gradients are wanted, and is told in a line each."""
+    asked = []
+    monkeypatch.setattr(fastest, "CHOICES", {})
+    monkeypatch.setattr(fastest, "compare", lambda *given: asked.append(given) or Choice(True, "kernel: 1 ms"))
+    x = torch.randn(4, 3)
+    assert fastest.faster("trial", linear, linear, x, x.T)
+    assert fastest.faster("trial", linear, linear, x, x.T)
+    assert fastest.faster("trial", linear, linear, x.requires_grad_(), x.T)
+    assert len(asked) == 2
+    assert fastest.timings() == [
+        "trial 4x3 3x4 float32: kernel: 1 ms",
+        "trial 4x3 3x4 float32, with gradients: kernel: 1 ms",
+    ]
+
+
+COMPILED = """
+import torch
+from softmoe.accelerate.kernels.table import LARGEST_SHARED, SIZES, launches, usage
+torch.backends.cuda.matmul.allow_tf32 = True
+wanted = ("dispatch", "combine, gradient of logits", "logits", "log-sum-exp over tokens", "AdamW",
+          "experts, first product and GELU, 64 rows", "experts, gradient of hidden rows, 64 rows")
+for launch in launches(*SIZES["H/14"], torch.bfloat16):
+    if launch.what in wanted:
+        for target, shared in LARGEST_SHARED.items():
+            found = usage(launch, target)
+            print(launch.what, target, found)
+            assert found.registers > 0 and found.spilled == 0 and found.shared <= 1024 * shared
+"""
+
+
+def test_kernels_compile_for_gpus_that_are_not_here(tmp_path: Path) -> None:
+    """Machine code for sm_80 and sm_90 at the sizes of H/14, without spilled registers (docs/gpu.md has the others)."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(Path(softmoe.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(done.stdout.splitlines()) == 14
