@@ -5,6 +5,7 @@ ready.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,29 @@ SUITES = {
     "peers": "softmoe.bench.peers:bench_peers",
     "scaling": "softmoe.bench.cases:bench_scaling",
 }
+
+
+ON_CUDA = ("layer", "model", "infer", "routers", "scaling")
+"""The suites that can be timed on a GPU; the others measure the processor, its files or whole processes."""
+
+
+@contextmanager
+def timed_on(device: str, what: str, precision: str = "float32") -> Iterator[None]:
+    """Make every tensor inside on that device, with products in that precision. ValueError where it cannot be used."""
+    import torch
+
+    from softmoe.machine import choose_device
+
+    place = choose_device(device)
+    if place.type == "cpu":
+        if precision != "float32":
+            raise ValueError(f"{precision} is timed on a GPU: add --device cuda")
+        yield
+        return
+    if place.type != "cuda" or what not in ON_CUDA:
+        raise ValueError(f"on cuda one can time {', '.join(ON_CUDA)}, not {what} on {device}")
+    with torch.device(place), torch.autocast("cuda", torch.bfloat16, enabled=precision == "bfloat16"):
+        yield
 
 
 def suite(name: str) -> "Callable[..., Iterator[Row]]":

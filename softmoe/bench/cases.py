@@ -14,7 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from softmoe import accelerate
-from softmoe.bench.timing import WORD, Probes, Timing, Work, interleave, soft_layer, sparse_layer
+from softmoe.bench.timing import (
+    WORD,
+    Probes,
+    Timing,
+    Work,
+    allocated_by,
+    interleave,
+    on_cuda,
+    soft_layer,
+    sparse_layer,
+)
 from softmoe.budget import cost
 from softmoe.inference import WEIGHTS, Weights, kernel, prepare
 from softmoe.models import create_model
@@ -37,7 +47,7 @@ class Row:
     roofline: float | None
     """Least possible time of the work on this machine, divided by the measured time."""
     peak_bytes: int | None = None
-    """The most memory the process ever had, where the row had one to itself."""
+    """The most memory the process ever had, where the row had one to itself; on CUDA that of the weights and a call."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +87,8 @@ def compare(
             if contender.work is not None:
                 least = roofline.seconds(*getattr(contender.work, phase)())
                 fraction = least / timings[name].median
-            yield Row(case, phase, name, timings[name], fraction)
+            memory = stored_bytes(contender.module) + allocated_by(functions[name]) if on_cuda() else None
+            yield Row(case, phase, name, timings[name], fraction, memory)
 
 
 def forward_step(contender: Contender) -> Callable[[], object]:

@@ -45,12 +45,40 @@ def interleave(
     for index in range(rounds):
         for shift in range(len(names)):
             name = names[(index + shift) % len(names)]
-            before = time.perf_counter()
-            functions[name]()
-            taken[name].append(time.perf_counter() - before)
+            taken[name].append(seconds_of(functions[name]))
         if index >= 2 and time.perf_counter() - start > seconds:
             break
     return {name: summarize(values) for name, values in taken.items()}
+
+
+def seconds_of(function: Callable[[], object]) -> float:
+    """Time one call; on a CUDA device, between two events there, after all that was asked of it before is done."""
+    if not on_cuda():
+        before = time.perf_counter()
+        function()
+        return time.perf_counter() - before
+    torch.cuda.synchronize()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    function()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def on_cuda() -> bool:
+    """Say if tensors are made on a CUDA device now: suites name no device, so `with torch.device(...)` moves them."""
+    return torch.get_default_device().type == "cuda"
+
+
+def allocated_by(function: Callable[[], object]) -> int:
+    """Return the most bytes that a call takes from the CUDA allocator beyond what was taken before."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def summarize(values: list[float]) -> Timing:
@@ -72,14 +100,19 @@ class Roofline:
 class Probes:
     """Two functions whose speed is the roofline, timed in turn with what they judge: a busy machine slows all.
 
-    A product of two 2048-square matrices, and reading 256 MiB (a sum: the traffic of weights that are used once).
+    A product of two 2048-square matrices, and reading 256 MiB (a sum: the traffic of weights that are used once). On a
+    CUDA device 8192-square and 1 GiB, and the product in the type that autocast has.
     """
 
     SIZE, WORDS = 2048, 1 << 26
     PRODUCT, READ = "(product)", "(read)"
 
     def __init__(self) -> None:
+        if on_cuda():
+            self.SIZE, self.WORDS = 8192, 1 << 28
         self.a, self.b = torch.randn(self.SIZE, self.SIZE), torch.randn(self.SIZE, self.SIZE)
+        if torch.is_autocast_enabled(self.a.device.type):
+            self.a, self.b = (t.to(torch.get_autocast_dtype(t.device.type)) for t in (self.a, self.b))
         self.words = torch.ones(self.WORDS)
 
     def functions(self) -> dict[str, Callable[[], object]]:
@@ -104,10 +137,20 @@ def machine() -> dict[str, Any]:
         "capability": torch.backends.cpu.get_cpu_capability(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        **gpu_facts(),
         "environment": {
             key: os.environ[key] for key in sorted(os.environ) if key.startswith(("OMP_", "ONEDNN_", "THP_"))
         },
     }
+
+
+def gpu_facts() -> dict[str, Any]:
+    """Return the CUDA device that is timed and how it multiplies; nothing where the processor is."""
+    if not on_cuda():
+        return {}
+    autocast = str(torch.get_autocast_dtype("cuda")) if torch.is_autocast_enabled("cuda") else "torch.float32"
+    tf32 = ", TF32" if torch.backends.cuda.matmul.allow_tf32 else ""
+    return {"gpu": torch.cuda.get_device_name(), "products": autocast.removeprefix("torch.") + tf32}
 
 
 def cpu_name() -> str:
@@ -117,8 +160,9 @@ def cpu_name() -> str:
 def machine_line(roofline: Roofline) -> str:
     """Name the machine and its two rates in one line."""
     m = machine()
+    gpu = f"{m['gpu']} ({m['products']}), " if "gpu" in m else ""
     return (
-        f"{m['cpu']}, {m['cores']} cores, {m['threads']} threads, torch {m['torch']}, {m['capability']}: "
+        f"{gpu}{m['cpu']}, {m['cores']} cores, {m['threads']} threads, torch {m['torch']}, {m['capability']}: "
         f"{roofline.flops_per_second / 1e9:.0f} GFLOP/s, {roofline.bytes_per_second / 1e9:.1f} GB/s"
     )
 

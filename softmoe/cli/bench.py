@@ -24,11 +24,23 @@ class Arguments:
     """Rows of another day, written by --json: say what moved beyond the noise."""
     plot: Path | None = None
     """Also draw them here (PNG or SVG; needs matplotlib)."""
+    device: str = "cpu"
+    """cpu or cuda: layer, model, infer, routers and scaling can be timed on a GPU, with its own roofline and memory."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """What products are computed in on cuda."""
 
 
 def main(argv: list[str]) -> int:
     a = parse(Arguments, argv, "bench")
 
+    from softmoe.bench import timed_on
+
+    with timed_on(a.device, a.what, a.precision):
+        run(a)
+    return 0
+
+
+def run(a: Arguments) -> None:
     from softmoe.bench import suite
     from softmoe.bench.loop import cores_needed
     from softmoe.bench.peers import available_peers
@@ -51,8 +63,7 @@ def main(argv: list[str]) -> int:
         draw(rows, machine_line(roofline), a.plot)
     if old is not None:
         now = machine()
-        for key in ("cpu", "cores", "threads", "torch"):
-            if old[0].get(key) != now[key]:
-                print(f"another {key} then: {old[0].get(key)}, now {now[key]}")
+        for key in ("cpu", "cores", "threads", "torch", "gpu", "products"):
+            if old[0].get(key) != now.get(key):
+                print(f"another {key} then: {old[0].get(key)}, now {now.get(key)}")
         print(*differences(old[1], rows), sep="\n")
-    return 0

@@ -15,7 +15,7 @@ class Arguments:
     """Folder of a saved model or of a run, or a Hub id (user/name)."""
     _: KW_ONLY
     to: Literal["torch-export", "onnx", "aoti"]
-    """torch-export: any torch; onnx: ONNX Runtime and others; aoti: compiled for this kind of processor."""
+    """torch-export: any torch; onnx: ONNX Runtime and others; aoti: compiled for this kind of processor or GPU."""
     out: Path | None = None
     """File to write; the model's name with .pt2 or .onnx if not given. Beside it: the same
     name with .json added, for its classes and crop, and preprocess.py, which reads images for it."""
@@ -25,6 +25,8 @@ class Arguments:
     """Give the vector before the head instead of the logits."""
     overwrite: bool = False
     """Replace files that are there already."""
+    device: str = "cpu"
+    """cpu or cuda: where a file of torch-export or aoti will run."""
 
 
 def main(argv: list[str]) -> int:
@@ -35,7 +37,7 @@ def main(argv: list[str]) -> int:
     from softmoe.evaluate import load
     from softmoe.inference.export import SUFFIX, export
 
-    loaded = load(a.model, device="cpu", image_size=a.image_size)
+    loaded = load(a.model, device=a.device, image_size=a.image_size)
     model = loaded.model.float()
     if a.features:
         model.head = torch.nn.Identity()

@@ -55,8 +55,9 @@ def export(
 ) -> Exported:
     """Write `model` ((B, 3, height, width) in [-1, 1] -> (B, outputs)) with a free batch size, and check the file.
 
-    Beside it lie a .json of the same name with the size and the crop of its images and the names of its classes, and
-    preprocess.py, which makes inputs of image files. Files that are there already are kept, unless `overwrite`.
+    The file runs on the kind of device that the model is on. Beside it lie a .json of the same name with the size and
+    the crop of its images and the names of its classes, and preprocess.py, which makes inputs of image files. Files
+    that are there already are kept, unless `overwrite`.
     """
     if to not in FORMATS:
         raise ValueError(f"the format must be one of {', '.join(FORMATS)}, got {to!r}")
@@ -68,10 +69,13 @@ def export(
     beside, helper = Path(f"{target}.json"), target.with_name("preprocess.py")
     if not overwrite:
         _check_free(target, beside, helper)
+    device = next(model.parameters()).device
+    if to == "onnx" and device.type != "cpu":
+        raise ValueError(f"an ONNX file is traced on the CPU, and the model is on {device}: move it with model.cpu()")
     plain = prepare(model, copy_weights=False)
     height, width = preprocessing.image_size
     draw = torch.Generator().manual_seed(0)
-    inputs = {batch: torch.rand(batch, 3, height, width, generator=draw) * 2 - 1 for batch in BATCHES}
+    inputs = {batch: (torch.rand(batch, 3, height, width, generator=draw) * 2 - 1).to(device) for batch in BATCHES}
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # exporters warn of their own insides
         run = {"torch-export": _torch_export, "onnx": _onnx, "aoti": _aoti}[to](plain, inputs[BATCHES[1]], target)
@@ -83,6 +87,7 @@ def export(
         raise ValueError(f"{target} was removed: its outputs differ from the model's by {worst:.1e} of the largest")
     facts = {
         "format": to,
+        "device": device.type,
         "input": "images",
         "preprocessing": asdict(preprocessing) | {"decoding": DECODING},
         "classes": classes,

@@ -3,8 +3,9 @@
 Letters: B images, M tokens, D width, N experts or matrices, P slots per expert, H hidden width, S slots or rows,
 K inputs (in groups of F = 4 for bytes), C outputs, Q panels of E = 64 outputs.
 
-Two kinds of stacked matrices. In `PackedLinear` only the storage is small: the arithmetic is float32 throughout, so the
-error is that of rounding each weight once, and products of bfloat16, which some processors cannot do, do not occur.
+Two kinds of stacked matrices. In `PackedLinear` only the storage is small: on a CPU the arithmetic is float32
+throughout, so the error is that of rounding each weight once, and products of bfloat16, which some processors cannot
+do, do not occur. On other devices rows are rounded to the type of the weights (bfloat16 for int8) and multiplied in it.
 In `ByteLinear` rows are rounded to 256 steps as they come, and bytes are multiplied with bytes: several times as fast
 at any batch size where the processor can (AVX-512 VNNI), for another rounding about as large as that of the weights.
 int8 has one scale per matrix and output, which is its largest weight over 127.
@@ -29,6 +30,10 @@ WEIGHTS = ("float32", "float16", "bfloat16", "int8", "int8_dynamic")
 Weights = Literal["float32", "float16", "bfloat16", "int8", "int8_dynamic"]
 Storage = Literal["float32", "float16", "bfloat16", "int8", "int8_dynamic", "mapped"]
 """Commands offer these names: also float32 left in its file, for models larger than the memory (see `open_mapped`)."""
+
+
+GROUP = 1 << 28
+"""Bytes of weights that are unpacked at a time where there is no compiled product."""
 
 
 class PreparedSoftRouter(Router):
@@ -87,23 +92,24 @@ class PreparedExperts(nn.Module):
 class PackedLinear(nn.Module):
     """Multiplies x @ w + b, (N, S, K) -> (N, S, C), each matrix with its own rows. `get(n)` gives matrix n as (K, C).
 
-    Matrices are asked for one at a time and once, so a stack that lies in a file is never in memory as a whole.
+    Matrices are asked for one at a time and once, so a stack that lies in a file is never in memory as a whole. On a
+    CPU they lie in panels, as the compiled product reads them; elsewhere a panel is as wide as a matrix.
     """
 
     def __init__(self, get: Callable[[int], Tensor], shape: tuple[int, int, int], bias: Tensor, weights: Weights):
         super().__init__()
         kernel.KERNEL.why_not()  # built now, not while a compiler traces the first call
         N, K, C = self.shape = shape
-        Q = -(-C // PANEL)
+        E = PANEL if bias.device.type == "cpu" else C
         dtype: torch.dtype = getattr(torch, weights)
-        packed_NQKE = torch.zeros(N, Q, K, PANEL, dtype=dtype, device=bias.device)
+        packed_NQKE = torch.zeros(N, -(-C // E), K, E, dtype=dtype, device=bias.device)
         scale_NC = torch.ones(N, C, device=bias.device) if weights == "int8" else None
         for n in range(N):
             rounded_KC, scale_C = round_to(get(n).detach().float(), dtype)
             if scale_NC is not None and scale_C is not None:
                 scale_NC[n] = scale_C
-            whole = C // PANEL * PANEL
-            packed_NQKE[n, : C // PANEL] = rounded_KC[:, :whole].unflatten(1, (-1, PANEL)).transpose(0, 1)
+            whole = C // E * E
+            packed_NQKE[n, : C // E] = rounded_KC[:, :whole].unflatten(1, (-1, E)).transpose(0, 1)
             if whole < C:
                 packed_NQKE[n, -1, :, : C - whole] = rounded_KC[:, whole:]
         self.packed: Tensor
@@ -115,23 +121,23 @@ class PackedLinear(nn.Module):
 
     def forward(self, x_NSK: Tensor) -> Tensor:
         refuse_gradients(x_NSK)
-        x_NSK = x_NSK.float()
         if x_NSK.device.type == "cpu" and kernel.KERNEL.available:
-            return kernel.packed_product(x_NSK, self.packed, self.scale, self.bias)
-        return self.one_by_one(x_NSK)
+            return kernel.packed_product(x_NSK.float(), self.packed, self.scale, self.bias)
+        return self.by_groups(x_NSK)
 
-    def one_by_one(self, x_NSK: Tensor) -> Tensor:
-        """Multiply by torch: each matrix becomes float32 in one buffer, is used, and gives way to the next."""
+    def by_groups(self, x_NSK: Tensor) -> Tensor:
+        """Multiply by torch: as many matrices at a time as take GROUP bytes in the type of the products."""
         N, K, C = self.shape
-        buffer_QKE = torch.empty(self.packed.shape[1:], device=x_NSK.device)
-        outputs = []
-        for n in range(N):
-            buffer_QKE.copy_(self.packed[n])
-            y_SC = (x_NSK[n] @ buffer_QKE).transpose(0, 1).flatten(1)[:, :C]
-            outputs.append(
-                torch.addcmul(self.bias[n], y_SC, self.scale[n]) if self.scale is not None else y_SC + self.bias[n]
-            )
-        return torch.stack(outputs)
+        dtype = product_dtype(self.packed.dtype, x_NSK.device)
+        as_they_are = self.packed.dtype == dtype and self.packed.shape[1] == 1
+        count = N if as_they_are else max(1, GROUP // (K * C * dtype.itemsize))
+        products = []
+        for first in range(0, N, count):
+            group_NKC = self.packed[first : first + count].transpose(1, 2).to(dtype).flatten(2)[..., :C]
+            products.append(torch.bmm(x_NSK[first : first + count].to(dtype), group_NKC))
+        y_NSC = torch.cat(products).float()
+        bias_N1C = self.bias.unsqueeze(1)
+        return y_NSC + bias_N1C if self.scale is None else torch.addcmul(bias_N1C, y_NSC, self.scale.unsqueeze(1))
 
     def matrix(self, n: int) -> Tensor:
         """Return matrix n, (K, C), as it is used, after rounding."""
@@ -199,6 +205,13 @@ class ByteDense(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.stack(x.flatten(0, -2).unsqueeze(0)).view(*x.shape[:-1], self.stack.shape[2])
+
+
+def product_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:
+    """The type in which torch multiplies: float32 on a CPU, elsewhere the stored one, or bfloat16 for bytes."""
+    if device.type == "cpu":
+        return torch.float32
+    return torch.bfloat16 if stored == torch.int8 else stored
 
 
 def round_to(w_KC: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

@@ -145,7 +145,7 @@ def check(model: nn.Module, weights: Weights) -> None:
 def compare(path: str, plain: Experts, prepared: nn.Module, weights: Weights) -> None:
     """Refuse experts that differ too much from the plain ones on the same random rows, two for each expert."""
     N, D = plain.num_experts, plain.dim
-    rows_NSD = torch.randn(N, 2, D, generator=torch.Generator().manual_seed(0)).to(plain.b1.device)
+    rows_NSD = torch.randn(N, 2, D, generator=torch.Generator().manual_seed(0), device="cpu").to(plain.b1.device)
     with torch.inference_mode():
         right_NSD, ours_NSD = plain(rows_NSD), prepared(rows_NSD)
         error_N = (ours_NSD - right_NSD).square().mean((1, 2)).sqrt()

@@ -92,6 +92,15 @@ def test_machine_is_named() -> None:
     assert "GFLOP/s" in machine_line(measure_roofline(rounds=3))
 
 
+def test_a_gpu_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--device cuda` without one, a precision that only a GPU is timed in, and nothing is timed before."""
+    if not torch.cuda.is_available():
+        assert main(["bench", "layer", "--device", "cuda"]) == 2
+        assert "device 'cuda' cannot be used here" in capsys.readouterr().err
+    assert main(["bench", "layer", "--precision", "bfloat16"]) == 2
+    assert capsys.readouterr().err == "softmoe: error: bfloat16 is timed on a GPU: add --device cuda\n"
+
+
 def test_unknown_benchmark_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["bench", "layers"])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from softmoe.accelerate import build
 from softmoe.inference import kernel
 from softmoe.inference.kernel import KERNEL
-from softmoe.inference.layers import ByteDense, ByteLinear, PackedLinear
+from softmoe.inference.layers import ByteDense, ByteLinear, PackedLinear, product_dtype
 
 needs_compiler = pytest.mark.skipif(not KERNEL.available, reason=f"no compiled product: {KERNEL.why_not()}")
 SHAPES = st.tuples(st.integers(1, 3), st.integers(0, 15), st.integers(1, 9), st.integers(1, 140))
@@ -45,7 +45,29 @@ def test_compiled_equals_plain(shape, weights):
 def test_torch_equals_plain(shape, weights):
     """The form that needs no compiler gives the same."""
     layer, x = made(shape, weights)
-    torch.testing.assert_close(layer.one_by_one(x), plain(layer, x).float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer.by_groups(x), plain(layer, x).float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+def test_no_loop_over_matrices(weights, monkeypatch):
+    """Without a compiled product three matrices and thirty take one product; more than GROUP bytes take several."""
+    products = []
+    plain_bmm = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda *given: products.append(given) or plain_bmm(*given))
+    for count in (3, 30):
+        layer, x = made((count, 2, 5, 70), weights)
+        layer.by_groups(x)
+    assert len(products) == 2
+    monkeypatch.setattr("softmoe.inference.layers.GROUP", 4 * 5 * 70 * 10)
+    torch.testing.assert_close(layer.by_groups(x), plain(layer, x).float(), rtol=1e-5, atol=1e-5)
+    assert len(products) == 5
+
+
+def test_types_of_products():
+    """On a GPU bytes are multiplied in bfloat16 and other weights in their own type; on a CPU all in float32."""
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert [product_dtype(t, gpu) for t in (torch.int8, torch.float16)] == [torch.bfloat16, torch.float16]
+    assert product_dtype(torch.bfloat16, cpu) == torch.float32
 
 
 @needs_compiler
@@ -59,7 +81,7 @@ def test_older_processors(flag):
     assert KERNEL.self_test(library)
     layer, x = made((2, 7, 5, 100), "float16")
     layer.packed[0, 0, 0, :4] = torch.tensor([6e-8, -3e-6, 65504.0, -0.0]).half()  # subnormal and largest numbers
-    torch.testing.assert_close(kernel.product(library, x, layer.packed, None, layer.bias), layer.one_by_one(x))
+    torch.testing.assert_close(kernel.product(library, x, layer.packed, None, layer.bias), layer.by_groups(x))
 
 
 @needs_compiler
