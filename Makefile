@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 # Bytes are compiled when a module is first used: compiling all of torch takes longer than installing it.
 PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable
 
-.PHONY: install test test-plain check format lint types fuzz fuzz-short quickstart bench docs clean
+.PHONY: install test test-plain check format lint types fuzz fuzz-short quickstart bench docs gpu-smoke clean
 
 install: $(INSTALLED)
 
@@ -51,6 +51,10 @@ docs: install
 	rm -rf build/docs
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -d build/doctrees docs build/docs
 	$(BIN)/python tools/check_site.py build/docs
+
+# About two minutes on the GPU of this machine, or on its processor; writes selftest.md.
+gpu-smoke: $(CORE)
+	$(BIN)/softmoe selftest
 
 quickstart: $(CORE)
 	$(BIN)/softmoe quickstart

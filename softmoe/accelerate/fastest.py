@@ -70,7 +70,7 @@ def faster(name: str, plain: Way, kernel: Way, *inputs: Tensor) -> bool:
 def compare(plain: Way, kernel: Way, inputs: tuple[Tensor, ...], grad: bool, largest_error: float) -> Choice:
     """Run both on copies of the inputs, with gradients if they are wanted: numbers first, then times in turn."""
     try:
-        right, found = (_run(way, inputs, grad) for way in (plain, kernel))
+        right, found = (outputs_and_gradients(way, inputs, grad) for way in (plain, kernel))
     except Exception as error:  # whatever a compiler or a driver may raise: torch's way is there
         return Choice(False, f"torch: the kernel cannot run here ({type(error).__name__}: {str(error)[:80]})")
     error = max(_distance(one, other) for one, other in zip(found, right, strict=True))
@@ -86,7 +86,8 @@ def compare(plain: Way, kernel: Way, inputs: tuple[Tensor, ...], grad: bool, lar
     return Choice(use, f"{'kernel' if use else 'torch'}: {share}")
 
 
-def _run(way: Way, inputs: tuple[Tensor, ...], grad: bool) -> list[Tensor]:
+def outputs_and_gradients(way: Way, inputs: tuple[Tensor, ...], grad: bool) -> list[Tensor]:
+    """The output on copies of the inputs, and the gradients of those that have some, for ones behind the output."""
     with torch.set_grad_enabled(grad):
         copies = [t.detach().requires_grad_(grad and t.requires_grad) for t in inputs]
         output = way(*copies)
@@ -98,11 +99,11 @@ def _run(way: Way, inputs: tuple[Tensor, ...], grad: bool) -> list[Tensor]:
 def _seconds(way: Way, inputs: tuple[Tensor, ...], grad: bool) -> float:
     if inputs[0].device.type != "cuda":
         begun = time.perf_counter()
-        _run(way, inputs, grad)
+        outputs_and_gradients(way, inputs, grad)
         return time.perf_counter() - begun
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
-    _run(way, inputs, grad)
+    outputs_and_gradients(way, inputs, grad)
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / 1e3

@@ -1,15 +1,24 @@
-"""Show rows of timings as a table on the screen, as JSON, against those of another day, and as a picture."""
+"""Show rows of timings as a table on the screen, as JSON, against those of another day, and as a picture.
+
+The page of `softmoe selftest` is made here too.
+"""
 
 import json
 import math
+import os
+import platform
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from softmoe.accelerate import fastest
 from softmoe.bench.cases import Row
-from softmoe.bench.timing import Roofline, Timing, machine_facts
+from softmoe.bench.timing import Roofline, Timing, cpu_name, machine_facts
 from softmoe.storage.files import write_json
 
 
@@ -104,3 +113,57 @@ def draw(rows: list[Row], title: str, path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the selftest's page."""
+
+    name: str
+    state: str
+    """ok, WRONG, or not tested."""
+    said: str
+    seconds: float
+
+
+def facts(device: torch.device) -> dict[str, str]:
+    """What a reader needs to know of the machine; nothing of its user."""
+    found = {"softmoe": version_of("softmoe"), "torch": torch.__version__, "python": platform.python_version()}
+    found |= {"triton": version_of("triton"), "system": f"{platform.system()} {platform.machine()}", "cpu": cpu_name()}
+    found["cores"] = str(os.cpu_count())
+    if device.type == "cuda":
+        for index in range(torch.cuda.device_count()):
+            p = torch.cuda.get_device_properties(index)
+            found[f"cuda:{index}"] = f"{p.name}, sm_{p.major}{p.minor}, {p.total_memory / 1e9:.0f} GB"
+        found["CUDA"] = str(torch.version.cuda)
+    return found
+
+
+def version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def page(checks: list[Check], machine: dict[str, str], device: torch.device, *, quick: bool) -> str:
+    """Markdown: the outcome, the machine, a row for each check, and which kernels were chosen at which shape."""
+    wrong = sum(check.state == "WRONG" for check in checks)
+    missing = [check.name for check in checks if check.state == "not tested"]
+    form = " (quick form)" if quick else ""
+    lines = [
+        f"# softmoe selftest on {device}{form}",
+        "",
+        f"{len(checks) - wrong - len(missing)} checks are right, {wrong} wrong, {len(missing)} not tested here"
+        + (f" ({', '.join(missing)})." if missing else "."),
+        "",
+        "; ".join(f"{key} {value}" for key, value in machine.items()),
+        "",
+        "| check | | found | seconds |",
+        "|---|---|---|---|",
+        *(f"| {c.name} | {c.state} | {c.said.replace('|', '/')} | {c.seconds:.1f} |" for c in checks),
+    ]
+    timed = fastest.timings()
+    if timed:
+        lines += ["", "Kernels that were timed against torch:", "", *(f"- {line}" for line in timed)]
+    return "\n".join(lines) + "\n"

@@ -31,6 +31,7 @@ GROUPS = {
         "cost": "parameters, FLOPs and the paper's cost columns, before anything runs",
         "plan": "memory, traffic and step time on many devices, before any hardware exists",
         "bench": "time the layer and the models against the machine's roofline",
+        "selftest": "is this machine right, and how fast is it: one page to attach to an issue",
     },
     "Images and texts": {
         "search": "the images that a sentence describes best, as a page",

@@ -186,4 +186,5 @@ def table(sizes: dict[str, tuple[int, int, int, int]] = SIZES) -> list[str]:
 
 if __name__ == "__main__":
     assert not knobs.runtime.interpret, "TRITON_INTERPRET=1 leaves nothing to compile"
+    torch.backends.cuda.matmul.allow_tf32 = True  # as runs have it
     print("\n".join(table({name: SIZES[name] for name in sys.argv[1:]} or SIZES)))

@@ -1,0 +1,316 @@
+"""A few minutes that show whether softmoe is right on this machine, as one page to read or to attach to an issue.
+
+Every check computes something here and compares it with float64 on the CPU, or with itself; what is not there to be
+tested (a second device, triton, a compiler) is said and counts as neither right nor wrong.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from softmoe import accelerate
+from softmoe.accelerate import fastest, triton_experts, triton_soft
+from softmoe.accelerate.guards import Off
+from softmoe.bench import timed_on
+from softmoe.bench.cases import train_step
+from softmoe.bench.report import Check
+from softmoe.bench.timing import Work, allocated_by, interleave, measure_roofline, on_cuda
+from softmoe.budget import cost
+from softmoe.data import TransformConfig
+from softmoe.machine import bfloat16_works
+from softmoe.models import create_model
+from softmoe.moe import Experts, MoE
+from softmoe.moe.routing import ROUTERS
+from softmoe.storage import from_pretrained
+from softmoe.train import (
+    CheckpointSection,
+    DataSection,
+    EvaluationSection,
+    LogSection,
+    ModelSection,
+    ScheduleSection,
+    TrainConfig,
+    train,
+)
+from softmoe.train.objectives import make_objective
+
+
+class Wrong(Exception):
+    """A check failed; the text says what was found and what was expected."""
+
+
+class NotHere(Exception):
+    """This machine lacks what the check needs; the text says what."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the checks run, how long, and a folder for runs."""
+
+    device: torch.device
+    quick: bool
+    folder: Path
+
+    @property
+    def cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+
+def selftest(device: torch.device, *, quick: bool = False) -> Iterator[Check]:
+    """Run all checks, one after the other; an error in one is its result. `quick` takes seconds instead of minutes."""
+    with tempfile.TemporaryDirectory(prefix="softmoe-selftest-") as folder:
+        place = Place(device, quick, Path(folder))
+        for name, check in CHECKS.items():
+            begun = time.perf_counter()
+            try:
+                state, said = "ok", check(place)
+            except NotHere as error:
+                state, said = "not tested", str(error)
+            except Exception as error:  # whatever goes wrong is what the page is for
+                state, said = "WRONG", str(error) if isinstance(error, Wrong) else f"{type(error).__name__}: {error}"
+            yield Check(name, state, " ".join(said.split()), time.perf_counter() - begun)
+
+
+def routers(place: Place) -> str:
+    """Every router in float32 on the device against float64 on the CPU, outputs and gradients."""
+    tf32, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False
+    try:
+        errors = {name: _router_error(name, place.device) for name in ROUTERS}
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+    worst = max(errors, key=errors.__getitem__)
+    return _at_most(errors[worst], 1e-3, f"{len(errors)} routers, the worst is {worst}")
+
+
+def _router_error(name: str, device: torch.device) -> float:
+    torch.manual_seed(0)
+    options = {"num_experts": 16} if name == "identity" else {"num_experts": 4}
+    layer = MoE(ROUTERS[name](**options).build(24), Experts(24, 32, options["num_experts"])).eval()
+    x = torch.randn(3, 16, 24)
+    right = _outputs(layer.double(), x.double())
+    found = _outputs(layer.float().to(device), x.to(device))
+    return max(_distance(a, b) for a, b in zip(found, right, strict=True))
+
+
+def _outputs(layer: nn.Module, x: Tensor) -> list[Tensor]:
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    gradients = torch.autograd.grad(y.square().sum(), [x, *layer.parameters()], allow_unused=True)
+    return [t.detach().cpu().double() for t in (y, *gradients) if t is not None]
+
+
+def kernels(place: Place) -> str:
+    """The Triton kernels on the device against float64 on the CPU, in float32 and bfloat16."""
+    try:
+        fastest.need_triton(nn.Linear(1, 1).to(place.device))
+    except Off as error:
+        raise NotHere(f"Triton kernels: {error}") from error
+    said = []
+    for dtype, limit in ((torch.float32, 5e-3), (torch.bfloat16, 3e-2)):
+        torch.manual_seed(0)
+        mask, scales = torch.rand(3, 70) < 0.7, (1, 0.1, 1, 0.1, 1)
+        shapes = ((4, 70, 136), (4, 136, 72), (4, 72), (4, 136, 72), (4, 136))
+        stacks = [scale * torch.randn(shape) for scale, shape in zip(scales, shapes, strict=True)]
+        tokens = [torch.randn(3, 70, 136), torch.randn(136, 50)]
+        name = str(dtype).removeprefix("torch.")
+        plain = partial(triton_soft.by_torch, True, (25, 2), mask)
+        kernel = partial(triton_soft.by_kernels, True, (25, 2), mask.to(place.device))
+        error = _kernel_error(plain, kernel, [tokens[0].to(dtype), tokens[1]], place.device)
+        said.append(_at_most(error, limit, f"soft routing in {name}"))
+        ways, inputs = (triton_experts.by_torch, triton_experts.by_kernels), [t.to(dtype) for t in stacks]
+        said.append(_at_most(_kernel_error(*ways, inputs, place.device), limit, f"experts in {name}"))
+    return "; ".join(said)
+
+
+def _kernel_error(plain: fastest.Way, kernel: fastest.Way, inputs: list[Tensor], device: torch.device) -> float:
+    exact, here = ([change(t).requires_grad_() for t in inputs] for change in (Tensor.double, lambda t: t.to(device)))
+    right, found = (fastest.outputs_and_gradients(w, tuple(t), True) for w, t in ((plain, exact), (kernel, here)))
+    return max(_distance(a.cpu().double(), b) for a, b in zip(found, right, strict=True))
+
+
+def accelerations(place: Place) -> str:
+    """A model with all accelerations that this machine has, against the plain one in float64."""
+    torch.manual_seed(0)
+    model = create_model("soft_ti16_4e", image_size=32, num_classes=10, depth=2)
+    nn.init.normal_(model.head.weight, std=0.1)  # pyright: ignore[reportArgumentType]  # zero at first
+    images = torch.randn(8, 3, 32, 32)
+    right = _outputs(model.double(), images.double())
+    model = model.float().to(place.device)
+    report = accelerate.apply(model)
+    error = max(_distance(a, b) for a, b in zip(_outputs(model, images.to(place.device)), right, strict=True))
+    return _at_most(error, 2e-2 if place.cuda else 1e-3, str(report))
+
+
+def steps(place: Place) -> str:
+    """A run: the loss falls, and the memory of its second half is that of its second quarter."""
+    return _falls(place, 16 if place.quick else 100, "float32")
+
+
+def bfloat16(place: Place) -> str:
+    """The same with products in bfloat16."""
+    if not (torch.cuda.is_bf16_supported() if place.cuda else bfloat16_works()):
+        raise NotHere("no working bfloat16 on this device")
+    return _falls(place, 16 if place.quick else 100, "bfloat16")
+
+
+def compiled(place: Place) -> str:
+    """A few steps under torch.compile."""
+    if place.quick:
+        raise NotHere("torch.compile takes too long for the quick form")
+    return _falls(place, 20, "float32", compile=True)
+
+
+def _falls(place: Place, count: int, precision: Any, **changes: Any) -> str:
+    losses: list[float] = []
+    memory: list[int] = []
+    config = _config(place, f"run-{precision}-{len(changes)}", count, precision=precision, **changes)
+    real = make_objective(config.objective)
+
+    def objective(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, numbers = real(model, batch)
+        losses.append(loss.item())
+        memory.append(_memory(place))
+        return loss, numbers
+
+    train(config, objective=objective)
+    quarter = count // 4
+    first, last = sum(losses[:quarter]) / quarter, sum(losses[-quarter:]) / quarter
+    said = f"{count} steps, loss {first:.2f} to {last:.2f}"
+    if not last < 0.95 * first:
+        raise Wrong(f"{said}: it does not fall")
+    early, late = max(memory[quarter : 2 * quarter]), max(memory[2 * quarter :])
+    grown = f"memory {early / 1e6:.0f} to {late / 1e6:.0f} MB"
+    if late > 1.02 * early + 8e6:
+        raise Wrong(f"{said}, but {grown}: it grows")
+    return f"{said}, {grown}"
+
+
+def resume(place: Place) -> str:
+    """A run that is broken off and taken up again ends as one that was not."""
+    whole, broken = (_config(place, name, 6) for name in ("whole", "broken"))
+    train(whole)
+    real, calls = make_objective(broken.objective), []
+
+    def objective(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        calls.append(batch)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return real(model, batch)
+
+    try:
+        train(broken, objective=objective)
+    except KeyboardInterrupt:
+        train(broken)
+    ends = [from_pretrained(place.folder / name).state_dict() for name in ("whole", "broken")]
+    if all(torch.equal(a, b) for a, b in zip(*(end.values() for end in ends), strict=True)):
+        return "the same bits as without the break"
+    error = max(_distance(a.double(), b.double()) for a, b in zip(*(end.values() for end in ends), strict=True))
+    return _at_most(error, 1e-3, "not the same bits (some sums on GPUs have no fixed order)")
+
+
+def devices(place: Place) -> str:
+    """A run on all CUDA devices of this machine: every process sees its own, and the run ends."""
+    count = torch.cuda.device_count() if place.cuda else 1
+    if count < 2:
+        raise NotHere("one device is here, so nothing was spread over several")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    settings = [
+        "-m",
+        "softmoe",
+        "train",
+        "quickstart",
+        "--steps",
+        "4",
+        "--runs",
+        str(place.folder),
+        "--run-name",
+        "many",
+    ]
+    done = subprocess.run([*command, *settings], capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        raise Wrong(f"{count} devices: " + " / ".join(done.stderr.strip().splitlines()[-3:]))
+    return f"4 steps on {count} devices"
+
+
+def throughput(place: Place) -> str:
+    """A train step of a real model, as images a second and as a share of what the device can do."""
+    name, batch = ("soft_s16_16e", 64) if place.cuda else ("soft_ti16_4e", 2)
+    size = 224 if not place.quick else 64
+    precision = "bfloat16" if place.cuda and torch.cuda.is_bf16_supported() else "float32"
+    with timed_on(str(place.device), "model", precision):
+        model, images = create_model(name, image_size=size), torch.randn(batch, 3, size, size)
+        accelerate.apply(model)
+        step = train_step(model, images)
+        timing = interleave({"step": step}, rounds=5 if place.quick else 15, seconds=20)["step"]
+        roofline, price = measure_roofline(rounds=3), cost(model)
+        least = roofline.seconds(*Work(batch * price.macs, price.params, images.numel()).train())
+        memory = f", {allocated_by(step) / 1e9:.2f} GB beside weights and moments" if on_cuda() else ""
+    return (
+        f"{name}, {size} pixels, batch {batch}, {precision}: {batch / timing.median:.1f} images/s, "
+        f"{least / timing.median:.0%} of the roofline ({roofline.flops_per_second / 1e12:.2f} TFLOP/s, "
+        f"{roofline.bytes_per_second / 1e9:.0f} GB/s, both measured){memory}"
+    )
+
+
+CHECKS: dict[str, Callable[[Place], str]] = {
+    "routers": routers,
+    "Triton kernels": kernels,
+    "accelerations": accelerations,
+    "training": steps,
+    "bfloat16": bfloat16,
+    "torch.compile": compiled,
+    "resuming": resume,
+    "several devices": devices,
+    "throughput": throughput,
+}
+
+
+def _config(place: Place, name: str, count: int, **changes: Any) -> TrainConfig:
+    config = TrainConfig(
+        run_name=name,
+        runs=str(place.folder),
+        steps=count,
+        model=ModelSection(name="soft_ti4_4e", width=32, depth=2, heads=2, mlp_dim=64, blocks=(1,)),
+        data=DataSection(
+            train="shapes?size=16",
+            batch_size=32,
+            workers=0,
+            transform=TransformConfig(image_size=16, crop="resize", flip=True),
+        ),
+        schedule=ScheduleSection(kind="cosine", peak=1e-2, warmup=2),
+        evaluation=EvaluationSection(every=count, examples=32),
+        checkpoint=CheckpointSection(every=3 if count < 10 else count),
+        log=LogSection(every=count, quiet=True),
+        device=str(place.device),
+    )
+    return replace(config, **changes)
+
+
+def _memory(place: Place) -> int:
+    """Bytes taken from the CUDA allocator, or those of this process; 0 where nobody says."""
+    if place.cuda:
+        return torch.cuda.memory_allocated(place.device)
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / other.norm().clamp(min=1e-12))
+
+
+def _at_most(error: float, limit: float, what: str) -> str:
+    if not error <= limit:
+        raise Wrong(f"{what}: off by {error:.1e}, more than {limit:.0e}")
+    return f"{what}: off by {error:.1e}"
