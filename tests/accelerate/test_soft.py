@@ -58,7 +58,7 @@ def test_gradients_of_gradients() -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 def test_less_is_kept(autocast: bool) -> None:
     """At the shape of S/16 with 128 experts at most two thirds of what the plain router keeps, weights apart."""
-    router, x = SoftRouter(384, 128), torch.randn(1, 196, 384, requires_grad=True)
+    router, x = SoftRouter(384, 128), torch.randn(2, 196, 384, requires_grad=True)
 
     def there_and_back() -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

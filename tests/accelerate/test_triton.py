@@ -101,9 +101,8 @@ def test_masked_tokens_are_nothing() -> None:
 def test_experts(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     """Two products, two biases and the activation; rows and widths beyond a tile and odd ones."""
     N, S, D, H = sizes
-    shapes = {(N, S, D): 1.0, (N, D, H): D**-0.5, (N, H): 1.0}
-    x, w1, b1 = (torch.randn(shape) * scale for shape, scale in shapes.items())
-    w2, b2 = torch.randn(N, D, H) * H**-0.5, torch.randn(N, D)
+    x, b1, b2 = torch.randn(N, S, D), torch.randn(N, H), torch.randn(N, D)
+    w1, w2 = torch.randn(N, D, H) * D**-0.5, torch.randn(N, D, H) * H**-0.5
     tensors = [t.to(dtype) for t in (x, w1, b1, w2, b2)]
     check(triton_experts.by_torch, triton_experts.by_kernels, tensors)
 
