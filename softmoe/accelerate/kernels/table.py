@@ -163,24 +163,26 @@ def usage(launch: Launch, capability: str) -> Usage:
 
 
 def table(sizes: dict[str, tuple[int, int, int, int]] = SIZES) -> list[str]:
-    """Markdown: a row for each launch, type and size; sizes that compile to the same code share a row."""
-    rows: dict[tuple[Any, ...], tuple[str, str, list[str]]] = {}
-    for size, shape in sizes.items():
-        for dtype in (torch.bfloat16, torch.float32):
+    """Markdown: a row for each launch; types and sizes that compile to the same code share one."""
+    rows: dict[Launch, tuple[dict[str, None], dict[str, None]]] = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        for size, shape in sizes.items():
             for launch in launches(*shape, dtype):
-                name = str(dtype).removeprefix("torch.")
-                rows.setdefault((*launch, dtype), (launch.what, name, []))[2].append(size)
+                types, names = rows.setdefault(launch, ({}, {}))
+                types[str(dtype).removeprefix("torch.")] = names[size] = None
+    named = list(CAPABILITIES)
+    targets = ", ".join(named)
     lines = [
-        "| kernel | products in | sizes | target | registers | spilled bytes | shared KiB |",
-        "|---|---|---|---|---|---|---|",
+        f"| kernel | numbers | sizes | registers, {targets} | spilled bytes | shared KiB, {targets} |",
+        "|---|---|---|---|---|---|",
     ]
-    for key, (what, dtype, named) in rows.items():
-        for capability in CAPABILITIES:
-            found = usage(Launch(*key[:-1]), capability)
-            lines.append(
-                f"| {what} | {dtype} | {', '.join(named)} | {capability} | {found.registers} | {found.spilled} | "
-                f"{found.shared / 1024:.0f} |"
-            )
+    for launch, (types, names) in rows.items():
+        found = [usage(launch, capability) for capability in named]
+        registers, spilled, shared = zip(*found, strict=True)
+        lines.append(
+            f"| {launch.what} | {', '.join(types)} | {', '.join(names)} | {', '.join(map(str, registers))} | "
+            f"{', '.join(map(str, spilled))} | {', '.join(f'{size / 1024:.0f}' for size in shared)} |"
+        )
     return lines
 
 
