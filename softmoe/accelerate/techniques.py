@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import softmoe.accelerate
+from softmoe.accelerate import fastest
 from softmoe.accelerate.build import turned_off
 from softmoe.accelerate.guards import Off, plain_class
 
@@ -41,6 +42,10 @@ class Report:
     def to_dict(self) -> dict[str, str]:
         """Name -> "on" or why it is off, as it is kept in a run's config.json."""
         return {t.name: "on" if t.on else f"off: {t.why}" for t in self.techniques}
+
+    def timed(self) -> list[str]:
+        """A line for each shape at which a kernel was timed against torch so far: which is used, and both times."""
+        return fastest.timings()
 
     def __str__(self) -> str:
         """One line."""
