@@ -111,6 +111,8 @@ def train(
             raise
         if stop.signal is not None:
             save(run)
+        for line in run.acceleration.timed():
+            run.progress.report(line)
         if run.data.loader.broken:
             run.progress.report(f"{len(run.data.loader.broken)} images could not be read and were replaced by others")
     number = None if stop.signal is None else int(stop.signal)
