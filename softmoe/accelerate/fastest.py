@@ -63,8 +63,15 @@ def faster(name: str, plain: Way, kernel: Way, *inputs: Tensor) -> bool:
     if key not in CHOICES:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False
-        CHOICES[key] = compare(plain, kernel, inputs, grad, LARGEST_ERROR[kind])
+        CHOICES[key] = too_old(device) or compare(plain, kernel, inputs, grad, LARGEST_ERROR[kind])
     return CHOICES[key].use
+
+
+def too_old(device: torch.device) -> Choice | None:
+    """A refusal for GPUs without products of bfloat16, on which triton's compiler may end the process."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return Choice(False, "torch: the kernels need compute capability 8.0")
+    return None
 
 
 def compare(plain: Way, kernel: Way, inputs: tuple[Tensor, ...], grad: bool, largest_error: float) -> Choice:
@@ -101,11 +108,12 @@ def _seconds(way: Way, inputs: tuple[Tensor, ...], grad: bool) -> float:
         begun = time.perf_counter()
         outputs_and_gradients(way, inputs, grad)
         return time.perf_counter() - begun
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    outputs_and_gradients(way, inputs, grad)
-    end.record()
-    end.synchronize()
+    with torch.cuda.device_of(inputs[0]):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        outputs_and_gradients(way, inputs, grad)
+        end.record()
+        end.synchronize()
     return begin.elapsed_time(end) / 1e3
 
 

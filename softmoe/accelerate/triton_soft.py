@@ -30,11 +30,15 @@ def switch_on(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
 
 class TritonRouting(LogitsRouting):
     def dispatch(self, x_BMD: Tensor) -> Tensor:
-        logits_BMS = self.logits.flatten(2)
-        return soft_dispatch(logits_BMS, in_autocast_dtype(x_BMD).contiguous(), self.mask, self.logits.shape[3])[0]
+        x_BMD = in_autocast_dtype(x_BMD).contiguous()
+        return soft_dispatch(*self._flat(), x_BMD, self.logits.shape[3])[0]
 
     def combine(self, slots_NSD: Tensor) -> Tensor:
-        return soft_combine(self.logits.flatten(2), in_autocast_dtype(slots_NSD).contiguous(), self.mask)[0]
+        return soft_combine(*self._flat(), in_autocast_dtype(slots_NSD).contiguous())[0]
+
+    def _flat(self) -> tuple[Tensor, Tensor | None]:
+        """(B, M, S) logits and the mask, laid out as the kernels read them."""
+        return self.logits.flatten(2).contiguous(), None if self.mask is None else self.mask.contiguous()
 
 
 class _Triton:
@@ -119,7 +123,7 @@ soft_logits.register_autograd(_logits_backward, setup_context=_save_logits)
 
 
 @torch.library.custom_op("softmoe::soft_dispatch", mutates_args=())
-def soft_dispatch(logits_BMS: Tensor, x_BMD: Tensor, mask: Tensor | None, P: int) -> tuple[Tensor, Tensor]:
+def soft_dispatch(logits_BMS: Tensor, mask: Tensor | None, x_BMD: Tensor, P: int) -> tuple[Tensor, Tensor]:
     """Slots (N, B*P, D), and the logarithms of the softmax' sums (B, S)."""
     from softmoe.accelerate.kernels.soft import log_sum_exp, to_slots
 
@@ -128,14 +132,14 @@ def soft_dispatch(logits_BMS: Tensor, x_BMD: Tensor, mask: Tensor | None, P: int
 
 
 @soft_dispatch.register_fake
-def _(logits_BMS: Tensor, x_BMD: Tensor, mask: Tensor | None, P: int) -> tuple[Tensor, Tensor]:
+def _(logits_BMS: Tensor, mask: Tensor | None, x_BMD: Tensor, P: int) -> tuple[Tensor, Tensor]:
     B, _, S = logits_BMS.shape
     return x_BMD.new_empty(S // P, B * P, x_BMD.shape[2]), logits_BMS.new_empty(B, S)
 
 
 @torch.library.custom_op("softmoe::soft_dispatch_backward", mutates_args=())
 def soft_dispatch_backward(
-    d_NSD: Tensor, logits_BMS: Tensor, x_BMD: Tensor, mask: Tensor | None, slots_NSD: Tensor, sums_BS: Tensor
+    d_NSD: Tensor, logits_BMS: Tensor, mask: Tensor | None, x_BMD: Tensor, slots_NSD: Tensor, sums_BS: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The gradients of logits and tokens."""
     from softmoe.accelerate.kernels.soft import logits_gradient, to_tokens
@@ -150,7 +154,7 @@ def soft_dispatch_backward(
 
 @soft_dispatch_backward.register_fake
 def _(
-    d_NSD: Tensor, logits_BMS: Tensor, x_BMD: Tensor, mask: Tensor | None, slots_NSD: Tensor, sums_BS: Tensor
+    d_NSD: Tensor, logits_BMS: Tensor, mask: Tensor | None, x_BMD: Tensor, slots_NSD: Tensor, sums_BS: Tensor
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(logits_BMS), torch.empty_like(x_BMD)
 
@@ -161,14 +165,15 @@ def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _dispatch_backward(ctx: Any, d_NSD: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    return *soft_dispatch_backward(d_NSD, *ctx.saved_tensors), None, None
+    d_logits_BMS, d_x_BMD = soft_dispatch_backward(d_NSD, *ctx.saved_tensors)
+    return d_logits_BMS, None, d_x_BMD, None
 
 
 soft_dispatch.register_autograd(_dispatch_backward, setup_context=_save_dispatch)
 
 
 @torch.library.custom_op("softmoe::soft_combine", mutates_args=())
-def soft_combine(logits_BMS: Tensor, slots_NSD: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def soft_combine(logits_BMS: Tensor, mask: Tensor | None, slots_NSD: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens (B, M, D), and the logarithms of the softmax' sums (B, M)."""
     from softmoe.accelerate.kernels.soft import log_sum_exp, to_tokens
 
@@ -177,14 +182,14 @@ def soft_combine(logits_BMS: Tensor, slots_NSD: Tensor, mask: Tensor | None) -> 
 
 
 @soft_combine.register_fake
-def _(logits_BMS: Tensor, slots_NSD: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _(logits_BMS: Tensor, mask: Tensor | None, slots_NSD: Tensor) -> tuple[Tensor, Tensor]:
     B, M, _ = logits_BMS.shape
     return slots_NSD.new_empty(B, M, slots_NSD.shape[2]), logits_BMS.new_empty(B, M)
 
 
 @torch.library.custom_op("softmoe::soft_combine_backward", mutates_args=())
 def soft_combine_backward(
-    d_BMD: Tensor, logits_BMS: Tensor, slots_NSD: Tensor, mask: Tensor | None, y_BMD: Tensor, sums_BM: Tensor
+    d_BMD: Tensor, logits_BMS: Tensor, mask: Tensor | None, slots_NSD: Tensor, y_BMD: Tensor, sums_BM: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The gradients of logits and slots."""
     from softmoe.accelerate.kernels.soft import logits_gradient, to_slots
@@ -200,13 +205,14 @@ def soft_combine_backward(
 
 @soft_combine_backward.register_fake
 def _(
-    d_BMD: Tensor, logits_BMS: Tensor, slots_NSD: Tensor, mask: Tensor | None, y_BMD: Tensor, sums_BM: Tensor
+    d_BMD: Tensor, logits_BMS: Tensor, mask: Tensor | None, slots_NSD: Tensor, y_BMD: Tensor, sums_BM: Tensor
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(logits_BMS), torch.empty_like(slots_NSD)
 
 
 def _combine_backward(ctx: Any, d_BMD: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    return *soft_combine_backward(d_BMD, *ctx.saved_tensors), None
+    d_logits_BMS, d_slots_NSD = soft_combine_backward(d_BMD, *ctx.saved_tensors)
+    return d_logits_BMS, None, d_slots_NSD
 
 
 soft_combine.register_autograd(_combine_backward, setup_context=_save_dispatch)

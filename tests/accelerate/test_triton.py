@@ -21,7 +21,7 @@ from softmoe.moe import Experts, PlacedRouter, SoftRouter
 
 triton = pytest.importorskip("triton", reason="needs triton: pip install softmoe[dev]")
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of values that are masked
-TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 DTYPES = list(TOLERANCE)
 
 
@@ -92,6 +92,8 @@ def test_masked_tokens_are_nothing() -> None:
     x, slots, mask = torch.randn(2, 9, 8), torch.randn(8, 6), torch.rand(2, 9) < 0.5
     way = partial(triton_soft.by_kernels, True, (3, 2), mask)
     y = way(x, slots)
+    column = mask[:1].expand(2, 9)  # without memory of its own
+    assert torch.equal(triton_soft.by_kernels(True, (3, 2), column, x, slots)[0], y[0])
     assert torch.equal(way(torch.where(mask[..., None], x, 1e4 * x), slots), y)
     assert (y[~mask] == 0).all()
 
@@ -209,8 +211,8 @@ def test_operators_are_declared_right(name: str) -> None:
     x, logits, slots = f(2, 5, 4), f(2, 5, 6), f(3, 4, 4)
     arguments = {
         "soft_logits": (x, f(4, 6), True),
-        "soft_dispatch": (logits, x, torch.ones(2, 5, dtype=torch.bool), 2),
-        "soft_combine": (logits, slots, None),
+        "soft_dispatch": (logits, torch.ones(2, 5, dtype=torch.bool), x, 2),
+        "soft_combine": (logits, None, slots),
         "triton_mlp": (f(3, 4, 4), f(3, 4, 7), f(3, 7), f(3, 4, 7), f(3, 4), True),
     }
     torch.library.opcheck(getattr(torch.ops.softmoe, name).default, arguments[name])

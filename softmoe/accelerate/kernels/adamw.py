@@ -1,14 +1,13 @@
 """Triton kernel of AdamW with moments in bfloat16: one pass over a parameter, its gradient and its moments."""
 
-# pyright: reportCallIssue=false, reportPossiblyUnboundVariable=false
-# (a launch takes num_warps beside a kernel's own arguments, and constants decide which names are bound)
-
 import math
 from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from softmoe.accelerate.kernels.dot import launch
 
 
 @triton.jit
@@ -48,7 +47,8 @@ def update(
 ) -> None:  # fmt: skip
     """One step of the parameter of that index, in place; all but `step` and `noise` are flat and of one length."""
     beta1, beta2 = group["betas"]
-    adamw_kernel[(triton.cdiv(weight.numel(), 1024),)](
+    launch(
+        adamw_kernel, (triton.cdiv(weight.numel(), 1024),),
         weight, gradient, first, second, step, noise, index, weight.numel(),
         group["lr"], beta1, beta2, math.log(beta1), math.log(beta2), group["eps"], group["weight_decay"],
         PIECE=piece, SHIFTS=shifts, BLOCK=1024, num_warps=4,

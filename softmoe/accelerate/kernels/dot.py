@@ -1,8 +1,11 @@
-"""The product of two tiles, which all kernels share, and the precision in which float32 numbers are multiplied."""
+"""What all kernels share: the product of two tiles, its precision for float32 numbers, and the launch."""
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton import knobs
 
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
@@ -19,3 +22,9 @@ def dot(a, b, total, PRECISION: tl.constexpr):
 def precision() -> str:
     """As torch is told to multiply on CUDA."""
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """Launch on the device that the first tensor is on, which need not be the current one."""
+    with torch.cuda.device_of(next(a for a in arguments if isinstance(a, Tensor))):
+        kernel[grid](*arguments, **constants)

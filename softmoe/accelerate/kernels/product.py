@@ -3,15 +3,12 @@
 Letters: N experts, S rows per expert, K inputs, J outputs.
 """
 
-# pyright: reportCallIssue=false, reportPossiblyUnboundVariable=false
-# (a launch takes num_warps beside a kernel's own arguments, and constants decide which names are bound)
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from softmoe.accelerate.kernels.dot import dot, precision
+from softmoe.accelerate.kernels.dot import dot, launch, precision
 
 ROOT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 CUBIC = tl.constexpr(0.044715)
@@ -95,7 +92,8 @@ def _launch(
 ) -> None:  # fmt: skip
     N, S, J = out.shape
     tile = tile_for(S)
-    product_kernel[triton.cdiv(S, tile["BLOCK_S"]), triton.cdiv(J, tile["BLOCK_J"]), N](
+    launch(
+        product_kernel, (triton.cdiv(S, tile["BLOCK_S"]), triton.cdiv(J, tile["BLOCK_J"]), N),
         a, b, bias, before, out, active, S, J, a.shape[2], *a.stride(), *b.stride(),
         EPILOGUE=epilogue, KEEP=keep, PRECISION=precision(), **tile, num_warps=8 if tile["BLOCK_S"] > 32 else 4,
     )  # fmt: skip

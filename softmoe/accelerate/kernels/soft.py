@@ -10,15 +10,15 @@ Rows of slots lie as the experts have them, (N, B*P, D): slot s of image b begin
 Tokens are the same with P = 1 and a group's stride of D.
 """
 
-# pyright: reportCallIssue=false, reportPossiblyUnboundVariable=false
-# (a launch takes num_warps beside a kernel's own arguments, and constants decide which names are bound)
+# pyright: reportPossiblyUnboundVariable=false
+# (constants decide which names are bound)
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from softmoe.accelerate.kernels.dot import dot, precision
+from softmoe.accelerate.kernels.dot import dot, launch, precision
 
 
 @triton.jit
@@ -154,8 +154,8 @@ def logits(x_BMD: Tensor, slots_DS: Tensor, normalize: bool, eps: float) -> Tens
     S = slots_DS.shape[1]
     out_BMS = slots_DS.new_empty(B, M, S)
     grid = (triton.cdiv(B * M, 64), triton.cdiv(S, 64))
-    logits_kernel[grid](
-        x_BMD, slots_DS, out_BMS, B * M, D, S, eps,
+    launch(
+        logits_kernel, grid, x_BMD, slots_DS, out_BMS, B * M, D, S, eps,
         NORMALIZE=normalize, PRECISION=precision(), BLOCK_T=64, BLOCK_S=64, BLOCK_D=32, num_warps=4,
     )  # fmt: skip
     return out_BMS
@@ -166,7 +166,9 @@ def log_sum_exp(logits_BMS: Tensor, mask: Tensor | None, *, over_tokens: bool) -
     B, M, S = logits_BMS.shape
     rows, columns, strides = (S, M, (1, S)) if over_tokens else (M, S, (S, 1))
     out = logits_BMS.new_empty(B, rows)
-    log_sum_exp_kernel[triton.cdiv(rows, 32), B](
+    launch(
+        log_sum_exp_kernel,
+        (triton.cdiv(rows, 32), B),
         logits_BMS,
         mask,
         out,
@@ -189,7 +191,8 @@ def to_slots(
     B, M, S = logits_BMS.shape
     D = x_BMD.shape[2]
     out_NSD = x_BMD.new_empty(S // P, B * P, D)
-    mix_kernel[triton.cdiv(S, TILE["BLOCK_R"]), triton.cdiv(D, TILE["BLOCK_D"]), B](
+    launch(
+        mix_kernel, (triton.cdiv(S, TILE["BLOCK_R"]), triton.cdiv(D, TILE["BLOCK_D"]), B),
         logits_BMS, sums, mask, x_BMD, out_NSD, S, M, D, M * S, 1, S, M * D, D, P * D, B * P * D,
         IN_GROUP=1, OUT_GROUP=P, SUMS_OF_ROWS=over_tokens, MASK="none" if mask is None else "columns",
         PRECISION=precision(), **TILE, num_warps=WARPS,
@@ -202,7 +205,8 @@ def to_tokens(logits_BMS: Tensor, sums: Tensor, mask: Tensor | None, slots_NSD: 
     B, M, S = logits_BMS.shape
     P, D = slots_NSD.shape[1] // B, slots_NSD.shape[2]
     out_BMD = slots_NSD.new_empty(B, M, D)
-    mix_kernel[triton.cdiv(M, TILE["BLOCK_R"]), triton.cdiv(D, TILE["BLOCK_D"]), B](
+    launch(
+        mix_kernel, (triton.cdiv(M, TILE["BLOCK_R"]), triton.cdiv(D, TILE["BLOCK_D"]), B),
         logits_BMS, sums, mask, slots_NSD, out_BMD, M, S, D, M * S, S, 1, P * D, B * P * D, M * D, D,
         IN_GROUP=P, OUT_GROUP=1, SUMS_OF_ROWS=not over_tokens, MASK="none" if mask is None else "rows",
         PRECISION=precision(), **TILE, num_warps=WARPS,
@@ -217,7 +221,8 @@ def logits_gradient(
     B, M, S = logits_BMS.shape
     P, D = slots_NSD.shape[1] // B, slots_NSD.shape[2]
     out_BMS = torch.empty_like(logits_BMS)
-    logits_gradient_kernel[triton.cdiv(M, 64), triton.cdiv(S, 64), B](
+    launch(
+        logits_gradient_kernel, (triton.cdiv(M, 64), triton.cdiv(S, 64), B),
         logits_BMS, sums, mean, mask, x_BMD, slots_NSD, out_BMS, M, S, D, P * D, B * P * D,
         GROUP=P, OVER_TOKENS=over_tokens, HAS_MASK=mask is not None, PRECISION=precision(),
         BLOCK_M=64, BLOCK_S=64, BLOCK_D=32, num_warps=4,
