@@ -1,9 +1,10 @@
-"""AdamW with moments in bfloat16 by a Triton kernel on CUDA devices: one pass, and no wait for the number of the step.
+"""AdamW with moments in bfloat16 by a Triton kernel on CUDA devices: one pass over memory, and no wait.
 
-The kernel is in kernels/adamw.py; it rounds with the same random numbers as the other ways of the same optimizer.
+The kernel is in kernels/adamw.py. Its rounding takes its random numbers from the table of the CPU's update, by step,
+parameter and place, so a resumed run rounds the same.
 """
 
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,9 @@ from softmoe.accelerate import fastest
 from softmoe.accelerate.guards import Off
 
 if TYPE_CHECKING:  # without that technique there is no such optimizer, and nothing here is called
-    from softmoe.accelerate.optimizer import Flat, Room
+    from softmoe.accelerate.optimizer import Flat
+
+Rows = list[tuple["Flat", Tensor]]
 
 
 def switch_on(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
@@ -21,35 +24,55 @@ def switch_on(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
         raise Off("no optimizer with moments in bfloat16")
     fastest.need_triton(model)
     optimizer.by_kernel = by_kernel  # pyright: ignore[reportOptionalMemberAccess,reportAttributeAccessIssue]
-    return "moments in bfloat16, for the sizes where it is faster"
+    return "moments in bfloat16, where it is faster"
 
 
-def by_kernel(flat: "Flat", room: "Room", step: Tensor, index: int, group: dict[str, Any]) -> bool:
-    """Do the step if the kernel is the faster way for this size; False if nothing was done."""
-    from softmoe.accelerate.optimizer import in_pieces
+def by_kernel(rows: Rows, index: int, group: dict[str, Any], skip: Tensor | None) -> bool:
+    """Update all rows if the kernel is the faster way for the largest of them; False if nothing was done.
 
-    if not fastest.may_use(*flat):
+    Where `skip` is 1 nothing changes. `index` counts the parameters of the groups before.
+    """
+    from softmoe.accelerate.optimizer import update_together
+
+    if not all(fastest.may_use(*flat) and flat.gradient.is_contiguous() for flat, _ in rows):
         return False
-    plain, kernel = (partial(_on_copies, way, room) for way in (in_pieces, update))
-    if not fastest.faster("AdamW", plain, kernel, *flat):
+    largest = max((flat for flat, _ in rows), key=lambda flat: flat.weight.numel())
+    plain, kernel = (partial(_on_copies, way) for way in (partial(_ignore_index, update_together), update_each))
+    if not fastest.faster("AdamW", plain, kernel, *largest):
         return False
-    update(flat, room, step, index, group)
+    update_each(rows, index, group, skip)
     return True
 
 
-def update(flat: "Flat", room: "Room", step: Tensor, index: int, group: dict[str, Any]) -> None:
+def update_each(rows: Rows, index: int, group: dict[str, Any], skip: Tensor | None) -> None:
     from softmoe.accelerate.kernels import adamw
     from softmoe.accelerate.optimizer import SHIFTS
 
-    assert all(tensor.is_contiguous() for tensor in flat)
-    adamw.update(*flat, step, room.numbers, index, len(room.numbers) - SHIFTS, SHIFTS, group)
+    steps = [step for _, step in rows]
+    torch._foreach_add_(steps, 1)  # pyright: ignore[reportPrivateImportUsage]
+    for place, (flat, step) in enumerate(rows):
+        noise = noise_on(flat.weight.device)
+        adamw.update(*flat, step, skip, noise, index + place, len(noise) - SHIFTS, SHIFTS, group)
+    if skip is not None:
+        torch._foreach_sub_(steps, [skip] * len(steps))  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _on_copies(way: Any, room: "Room", *tensors: Tensor) -> Tensor:
+@cache
+def noise_on(device: torch.device) -> Tensor:
+    from softmoe.accelerate.optimizer import Room
+
+    return Room(device).numbers
+
+
+def _ignore_index(way: Any, rows: Rows, index: int, group: dict[str, Any], skip: Tensor | None) -> None:
+    way(rows, group, skip)
+
+
+def _on_copies(way: Any, *tensors: Tensor) -> Tensor:
     """A first step on copies, which both ways make; returns all that a step changes."""
     from softmoe.accelerate.optimizer import Flat
 
     flat = Flat(*(tensor.detach().clone() for tensor in tensors))
     settings = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
-    way(flat, room, torch.ones((), device=flat.weight.device), 1, settings)
+    way([(flat, torch.zeros((), device=flat.weight.device))], 1, settings, None)
     return torch.cat([flat.weight.float(), flat.first.float(), flat.second.float()])

@@ -16,7 +16,7 @@ import softmoe
 from softmoe import accelerate
 from softmoe.accelerate import fastest, triton_adamw, triton_experts, triton_soft
 from softmoe.accelerate.fastest import Choice, compare
-from softmoe.accelerate.optimizer import SHIFTS, CompactAdamW, Flat, Room, in_pieces
+from softmoe.accelerate.optimizer import CompactAdamW, Flat, Room, in_pieces, update_together
 from softmoe.moe import Experts, PlacedRouter, SoftRouter
 
 triton = pytest.importorskip("triton", reason="needs triton: pip install softmoe[dev]")
@@ -119,42 +119,65 @@ def test_the_activation_at_its_ends() -> None:
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-6)
 
 
+SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+
+
+def moments(count: int) -> Flat:
+    return Flat(torch.randn(count), torch.randn(count), *torch.rand(2, count).bfloat16())
+
+
 def test_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step is that of the update in pieces from the same state, rounded by the same random numbers."""
     monkeypatch.setattr("softmoe.accelerate.optimizer.PIECE", 700)
-    room, settings = Room(torch.device("cpu")), {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
-    state = Flat(torch.randn(3001), torch.randn(3001), torch.zeros(3001).bfloat16(), torch.zeros(3001).bfloat16())
-    assert len(room.numbers) == 700 + SHIFTS
+    room = Room(torch.device("cpu"))
+    monkeypatch.setattr(triton_adamw, "noise_on", lambda device: room.numbers)
+    state = moments(3001)
     for step in (1.0, 2.0, 90_000.0):
-        ours = Flat(*(t.clone() for t in state))
-        in_pieces(state, room, torch.tensor(step), 5, settings)
-        triton_adamw.update(ours, room, torch.tensor(step), 5, settings)
+        ours, count = Flat(*(t.clone() for t in state)), torch.tensor(step - 1)
+        in_pieces(state, room, torch.tensor(step), 5, SETTINGS)
+        triton_adamw.update_each([(ours, count)], 5, SETTINGS, None)
+        assert count.item() == step
         torch.testing.assert_close(ours.weight, state.weight, rtol=1e-6, atol=1e-7)
         for moment, right in ((ours.first, state.first), (ours.second, state.second)):
             assert (moment != right).float().mean() < 2e-3, "but for a few that lay at a limit"
             torch.testing.assert_close(moment.float(), right.float(), rtol=2**-7, atol=1e-8)
 
 
+def test_adamw_of_many_parameters(as_if_cuda: None) -> None:
+    """The hook of the optimizer updates all rows as torch's calls do; with the flag to skip, nothing at all."""
+    layer = softmoe.SoftMoE(4, 2)
+    optimizer = CompactAdamW(layer.parameters())
+    triton_adamw.switch_on(layer, optimizer)
+    assert optimizer.by_kernel is not None
+    rows = [(moments(count), torch.tensor(3.0)) for count in (1, 40, 1500)]
+    before = [(Flat(*(t.clone() for t in flat)), step.clone()) for flat, step in rows]
+    assert optimizer.by_kernel(rows, 0, SETTINGS, torch.tensor(1.0))
+    assert all(
+        torch.equal(a, b) for new, old in zip(rows, before, strict=True) for a, b in zip(new[0], old[0], strict=True)
+    )
+    assert [step.item() for _, step in rows] == [3.0] * 3
+    assert optimizer.by_kernel(rows, 0, SETTINGS, torch.tensor(0.0))
+    update_together(before, SETTINGS, None)
+    for (ours, step), (right, _) in zip(rows, before, strict=True):
+        assert step.item() == 4.0
+        torch.testing.assert_close(ours.weight, right.weight, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(ours.second.float(), right.second.float(), rtol=2**-7, atol=1e-8)
+
+
 def test_techniques_change_nothing(as_if_cuda: None) -> None:
-    """A layer and an optimizer with all three compute what they did: outputs, gradients, weights after a step."""
-    torch.manual_seed(0)
-    results = []
-    for how in ("plain", "kernels"):
-        torch.manual_seed(0)
-        layer = softmoe.SoftMoE(12, 3, 2, 20)
-        optimizer = CompactAdamW(layer.parameters(), lr=1e-2)
-        if how == "kernels":
-            for technique in (triton_soft, triton_experts, triton_adamw):
-                technique.switch_on(layer, optimizer)
-            assert type(layer.router) is triton_soft.TritonSoftRouter
-            assert type(layer.experts) is triton_experts.TritonExperts
-        x = torch.randn(2, 7, 12, generator=torch.Generator().manual_seed(1))
+    """A layer with both computes what it did, outputs and gradients, and has its plain classes back when asked."""
+    layer, x = softmoe.SoftMoE(12, 3, 2, 20), torch.randn(2, 7, 12)
+
+    def outputs() -> list[Tensor]:
         y = layer(x, torch.arange(7).expand(2, 7) < 5)
-        y.square().sum().backward()
-        gradients = [p.grad.clone() for p in layer.parameters() if p.grad is not None]
-        optimizer.step()
-        results.append([y, *gradients, *layer.parameters()])
-    for one, other in zip(*results, strict=True):
+        return [y, *torch.autograd.grad(y.square().sum(), list(layer.parameters()))]
+
+    plain = outputs()
+    triton_soft.switch_on(layer)
+    triton_experts.switch_on(layer)
+    assert type(layer.router) is triton_soft.TritonSoftRouter
+    assert type(layer.experts) is triton_experts.TritonExperts
+    for one, other in zip(outputs(), plain, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     accelerate.remove(layer)
     assert (type(layer.router), type(layer.experts)) == (SoftRouter, Experts)

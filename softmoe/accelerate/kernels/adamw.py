@@ -12,17 +12,19 @@ from softmoe.accelerate.kernels.dot import launch
 
 @triton.jit
 def adamw_kernel(
-    weight_ptr, gradient_ptr, first_ptr, second_ptr, step_ptr, noise_ptr, index, numbers,
+    weight_ptr, gradient_ptr, first_ptr, second_ptr, step_ptr, skip_ptr, noise_ptr, index, numbers,
     rate, beta1, beta2, log_beta1, log_beta2, eps, weight_decay,
-    PIECE: tl.constexpr, SHIFTS: tl.constexpr, BLOCK: tl.constexpr,
+    MAY_SKIP: tl.constexpr, PIECE: tl.constexpr, SHIFTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The second moment is rounded at random, with the numbers that a CPU takes for this step, parameter and place.
 
-    The bias corrections are differences of numbers next to 1, so they are computed in float64, once in a program.
+    If MAY_SKIP, nothing changes where `skip` is not 0. The bias corrections are differences of numbers next to 1, so they are computed in float64, once in a program.
     """
     step = tl.load(step_ptr)
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     real = place < numbers
+    if MAY_SKIP:
+        real = real & (tl.load(skip_ptr) == 0)
     gradient = tl.load(gradient_ptr + place, real, 0.0).to(tl.float32)
     weight = tl.load(weight_ptr + place, real, 0.0).to(tl.float32)
     first = tl.load(first_ptr + place, real, 0.0).to(tl.float32)
@@ -42,14 +44,18 @@ def adamw_kernel(
 
 
 def update(
-    weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, step: Tensor, noise: Tensor, index: int,
-    piece: int, shifts: int, group: dict[str, Any],
+    weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, step: Tensor, skip: Tensor | None,
+    noise: Tensor, index: int, piece: int, shifts: int, group: dict[str, Any],
 ) -> None:  # fmt: skip
-    """One step of the parameter of that index, in place; all but `step` and `noise` are flat and of one length."""
+    """One step of the parameter of that index, in place, none if `skip` is 1; `step` counts this one already."""
     beta1, beta2 = group["betas"]
     launch(
         adamw_kernel, (triton.cdiv(weight.numel(), 1024),),
-        weight, gradient, first, second, step, noise, index, weight.numel(),
-        group["lr"], beta1, beta2, math.log(beta1), math.log(beta2), group["eps"], group["weight_decay"],
-        PIECE=piece, SHIFTS=shifts, BLOCK=1024, num_warps=4,
+        weight, gradient, first, second, step, skip, noise, index, weight.numel(),
+        group["lr"], beta1, beta2, _log(beta1), _log(beta2), group["eps"], group["weight_decay"],
+        MAY_SKIP=skip is not None, PIECE=piece, SHIFTS=shifts, BLOCK=1024, num_warps=4,
     )  # fmt: skip
+
+
+def _log(beta: float) -> float:
+    return math.log(beta) if beta > 0 else -math.inf

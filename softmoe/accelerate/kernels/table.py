@@ -93,9 +93,9 @@ def launches(M: int, D: int, H: int, N: int, dtype: torch.dtype, *, B: int = 64)
             product.product_gelu_backward(slots, w, hidden)
         doing("AdamW")
         weight, moment = (empty(N * D * H, dtype=t) for t in (torch.float32, torch.bfloat16))
-        step = empty(dtype=torch.float32)
+        step, noise = empty(dtype=torch.float32), empty(1, dtype=torch.int32)
         settings = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
-        adamw.update(weight, weight, moment, moment, step, empty(1, dtype=torch.int32), 7, 1 << 20, 1 << 12, settings)
+        adamw.update(weight, weight, moment, moment, step, step, noise, 7, 1 << 20, 1 << 12, settings)
     return found
 
 
