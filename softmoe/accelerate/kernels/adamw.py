@@ -18,7 +18,8 @@ def adamw_kernel(
 ):  # fmt: skip
     """The second moment is rounded at random, with the numbers that a CPU takes for this step, parameter and place.
 
-    If MAY_SKIP, nothing changes where `skip` is not 0. The bias corrections are differences of numbers next to 1, so they are computed in float64, once in a program.
+    If MAY_SKIP, nothing changes where `skip` is not 0. The bias corrections are differences of numbers next to 1, so
+    they are computed in float64, once in a program.
     """
     step = tl.load(step_ptr)
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
