@@ -22,7 +22,7 @@ from softmoe import accelerate
 from softmoe.accelerate import fastest, triton_experts, triton_soft
 from softmoe.accelerate.guards import Off
 from softmoe.bench import timed_on
-from softmoe.bench.cases import train_step
+from softmoe.bench.cases import Contender, train_step
 from softmoe.bench.report import Check
 from softmoe.bench.timing import Work, allocated_by, interleave, measure_roofline, on_cuda
 from softmoe.budget import cost
@@ -249,8 +249,7 @@ def throughput(place: Place) -> str:
     precision = "bfloat16" if place.cuda and torch.cuda.is_bf16_supported() else "float32"
     with timed_on(str(place.device), "model", precision):
         model, images = create_model(name, image_size=size), torch.randn(batch, 3, size, size)
-        accelerate.apply(model)
-        step = train_step(model, images)
+        step = train_step(Contender(model, images, None, accelerated=True))
         timing = interleave({"step": step}, rounds=5 if place.quick else 15, seconds=20)["step"]
         roofline, price = measure_roofline(rounds=3), cost(model)
         least = roofline.seconds(*Work(batch * price.macs, price.params, images.numel()).train())
