@@ -42,6 +42,7 @@ OPTIONAL = (
     "pandas",
     "torchvision",
     "timm",
+    "triton",
 )
 
 

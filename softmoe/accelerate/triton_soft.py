@@ -63,13 +63,17 @@ class _Triton:
             slots_DS = self.phi.float().flatten(1)
             return slots_DS if self.scale is None else l2_normalize(slots_DS, dim=0) * self.scale.float()
 
+    def by_kernels(self) -> bool:
+        """True where the kernels are used; not in a file that is exported, which runs without this package."""
+        return self.use_kernels and not torch.compiler.is_exporting()
+
     def similarity(self: Any, x_BMD: Tensor) -> Tensor:
-        if not self.use_kernels:
+        if not self.by_kernels():
             return super().similarity(x_BMD)  # pyright: ignore[reportAttributeAccessIssue]
         return soft_logits(x_BMD.contiguous(), self.slot_vectors(), self.scale is not None)
 
     def routing(self: Any, logits_BMNP: Tensor, mask: Tensor | None) -> DenseRouting:
-        if not self.use_kernels:
+        if not self.by_kernels():
             return super().routing(logits_BMNP, mask)  # pyright: ignore[reportAttributeAccessIssue]
         return TritonRouting(logits_BMNP, mask)
 

@@ -227,6 +227,17 @@ def test_a_compiler_takes_the_way_that_was_faster(as_if_cuda: None) -> None:
         torch.testing.assert_close(one, other)
 
 
+def test_an_exported_file_has_no_operator_of_ours(as_if_cuda: None) -> None:
+    """It runs without this package, also if the kernels were the faster way."""
+    layer, x = softmoe.SoftMoE(12, 3, 2, 20), torch.randn(2, 7, 12)
+    triton_soft.switch_on(layer)
+    triton_experts.switch_on(layer)
+    right = layer(x)
+    program = torch.export.export(layer, (x,))
+    assert "softmoe" not in str(program.graph)
+    torch.testing.assert_close(program.module()(x), right, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["soft_logits", "soft_dispatch", "soft_combine", "triton_mlp"])
 def test_operators_are_declared_right(name: str) -> None:
     """torch's own check of shapes without data, of autograd and of tracing."""

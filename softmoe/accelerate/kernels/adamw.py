@@ -25,7 +25,7 @@ def adamw_kernel(
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     real = place < numbers
     if MAY_SKIP:
-        real = real & (tl.load(skip_ptr) == 0)
+        real = real & (tl.load(skip_ptr + place * 0) == 0)
     gradient = tl.load(gradient_ptr + place, real, 0.0).to(tl.float32)
     weight = tl.load(weight_ptr + place, real, 0.0).to(tl.float32)
     first = tl.load(first_ptr + place, real, 0.0).to(tl.float32)
