@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from softmoe.models import create_model, list_models
     from softmoe.moe import SoftMoE
     from softmoe.storage import from_pretrained, hub, save_pretrained
-    from softmoe.transfer import upcycle
+    from softmoe.transfer import upcycle, upcycle_
 
 _HOME = {
     "SoftMoE": "softmoe.moe",
@@ -26,13 +26,24 @@ _HOME = {
     "list_models": "softmoe.models",
     "cost": "softmoe.budget",
     "upcycle": "softmoe.transfer",
+    "upcycle_": "softmoe.transfer",
     "from_pretrained": "softmoe.storage",
     "hub": "softmoe.storage",
     "save_pretrained": "softmoe.storage",
 }
 _ROOMS = tuple(module.name for module in iter_modules(__path__) if module.ispkg)
 
-__all__ = ["SoftMoE", "cost", "create_model", "from_pretrained", "hub", "list_models", "save_pretrained", "upcycle"]
+__all__ = [
+    "SoftMoE",
+    "cost",
+    "create_model",
+    "from_pretrained",
+    "hub",
+    "list_models",
+    "save_pretrained",
+    "upcycle",
+    "upcycle_",
+]
 
 
 def __getattr__(name: str) -> Any:

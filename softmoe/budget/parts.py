@@ -133,17 +133,17 @@ def parts(config: ViTConfig, *, one_hot: bool = False) -> dict[str, Part]:
         "mlp": Part(dense * one_mlp, dense * 2 * M * D * H),
         "routing": routing,
         "experts": experts,
-        "norm": Part(4 * L * D + 2 * D, 0),
+        "norm": Part(4 * L * D + 2 * D + (2 * L * D if c.layer_scale else 0), 0),
         "head": head(c),
     }
 
 
 def embedding(config: ViTConfig) -> Part:
-    """Count patches, positions and the class token."""
+    """Count patches, positions, the class token, registers, and a norm before the blocks."""
     D, pixels = config.width, 3 * config.patch_size**2
     params = (pixels + 1) * D
     params += config.tokens * D if config.positions == "learned" else 0
-    params += D if config.pool == "class" else 0
+    params += config.prefix * D + (2 * D if config.pre_norm else 0)
     return Part(params, patches(config) * pixels * D)
 
 

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 USAGE = """usage: softmoe finetune MODEL DATA [--image-size 384] [--adapters] [--dry-run] [--section.key value ...]
 
-MODEL  a saved model, a run, a Hub id, or an .npz or .safetensors file of others' weights
+MODEL  a saved model, a run, a Hub id, or others' weights: an .npz or .safetensors file, or a folder with config.json.
+       What a file alone does not tell: --mean 0.485,0.456,0.406 --std 0.229,0.224,0.225 --heads 6 --activation gelu
 DATA   a folder with CLASS/* (a tenth is kept for validation) or with train/CLASS/* and val/CLASS/*, or a source as in
        training
 
@@ -33,9 +34,14 @@ def main(argv: list[str]) -> int:
 
 
 def parse(model: str, data: str, argv: list[str]) -> tuple[TrainConfig, bool]:
+    from softmoe.convert.foreign import with_options
     from softmoe.transfer import transfer_config
 
     size, rest = take(argv, "--image-size")
+    given = {}
+    for name in ("mean", "std", "heads", "activation"):  # of others' weights: kept with their path
+        given[name], rest = take(rest, f"--{name}")
+    model = with_options(model, given)
     adapters, rest = "--adapters" in rest, [word for word in rest if word != "--adapters"]
     image_size = parse_size(size) if size else None
     default = transfer_config(recipes.load("finetune"), model, image_size=image_size, adapters=adapters)

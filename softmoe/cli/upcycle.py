@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
@@ -13,7 +12,8 @@ class Arguments:
     """Make a model with experts from a dense one, save it, and say how far its output is from the dense one's."""
 
     dense: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DENSE")]
-    """A saved model or run; or an .npz or .safetensors file in the naming of the original ViT, big_vision or timm."""
+    """A saved model or run; or others' weights: an .npz or .safetensors file (original ViT, big_vision, timm, Hugging
+    Face, open_clip, torchvision), or a folder or Hub id with its config.json."""
     experts: int = 16
     slots: int = 1
     """Slots per expert."""
@@ -40,14 +40,15 @@ class Arguments:
     out: str | None = None
     """Folder of the new model; None only reports."""
     heads: int | None = None
-    """Heads of timm's weights, which do not tell."""
+    """Heads of a file of others' weights, if they cannot be told from its width."""
     image_size: int | None = None
     """Image size of others' weights whose positions do not tell."""
     activation: str | None = None
-    """Activation of timm's weights: gelu, or gelu_tanh for models that use it."""
-    mean: tuple[float, float, float] | None = None
-    """Mean of the pixels in [0, 1] that timm's model was trained with; None is 0.5."""
-    std: tuple[float, float, float] | None = None
+    """Activation of a file of others' weights: gelu, gelu_tanh (SigLIP) or quick_gelu (OpenAI's CLIP)."""
+    mean: str | None = None
+    """Mean of the pixels in [0, 1] that a file of others' weights was trained with: 0.5, or 0.485,0.456,0.406."""
+    std: str | None = None
+    """Their deviation, as 0.5 or 0.229,0.224,0.225."""
     seed: int = 0
 
 
@@ -57,14 +58,16 @@ def main(argv: list[str]) -> int:
 
     import torch
 
-    from softmoe.convert.files import read_model
-    from softmoe.storage import save_pretrained
+    from softmoe.convert.foreign import open_foreign, with_options
+    from softmoe.storage import from_pretrained, open_saved, save_pretrained
     from softmoe.transfer import compare_starts, upcycle
 
     torch.manual_seed(a.seed)
-    foreign = {name: getattr(a, name) for name in ("heads", "image_size", "activation", "mean", "std")}
-    dense = read_model(a.dense, **{name: value for name, value in foreign.items() if value is not None})
-    facts = saved_facts(a.dense)
+    given = {name: getattr(a, name) for name in ("heads", "image_size", "activation", "mean", "std")}
+    foreign = open_foreign(with_options(a.dense, given))
+    dense = from_pretrained(a.dense) if foreign is None else foreign.model
+    saved = open_saved(a.dense) if foreign is None else foreign
+    facts = {"preprocessing": saved.preprocessing, "classes": saved.classes}
     images = held_out = None
     if a.data is not None:
         both = read_images(a, facts.get("preprocessing"), dense.config.image_shape)
@@ -97,16 +100,6 @@ def parse_blocks(text: str) -> str | tuple[int, ...]:
     if not all(part.strip().isdecimal() for part in parts):
         raise ValueError(f"--blocks must be last_half or block numbers as in 6,7,8, got {text!r}")
     return tuple(int(part) for part in parts)
-
-
-def saved_facts(dense: str) -> dict[str, Any]:
-    """Preprocessing and classes of one of our own models; others' files tell neither."""
-    from softmoe.storage import open_saved
-
-    if Path(dense).is_file():
-        return {}
-    saved = open_saved(dense)
-    return {"preprocessing": saved.preprocessing, "classes": saved.classes}
 
 
 def read_images(a: Arguments, preprocessing: Any, size: tuple[int, int]) -> Any:

@@ -1,7 +1,8 @@
 """Other people's weights -> ours, and back."""
 
-from softmoe.convert.timm import from_timm
+from softmoe.convert.files import read_model
+from softmoe.convert.timm import from_timm, to_timm
 from softmoe.convert.vit import from_vit
 from softmoe.convert.vmoe import from_vmoe, to_vmoe
 
-__all__ = ["from_timm", "from_vit", "from_vmoe", "to_vmoe"]
+__all__ = ["from_timm", "from_vit", "from_vmoe", "read_model", "to_timm", "to_vmoe"]

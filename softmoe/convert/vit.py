@@ -10,7 +10,7 @@ and handed to `from_vmoe`, which is strict. Both code bases use the tanh form of
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from os import PathLike
 from typing import Any
 
@@ -104,7 +104,7 @@ def infer_config(arrays: Arrays, image_size: int | tuple[int, int] | None) -> Vi
     table = arrays.get(POSITIONS)
     size = image_size or 224
     if table is not None:
-        size = size_of_positions(table.shape[1], patch, image_size, prefix="cls" in arrays)
+        size, _ = size_of_positions(table.shape[1], patch, image_size, (0, 1) if "cls" in arrays else (0,))
     pre_logits, head = arrays.get("pre_logits/kernel"), arrays.get("head/kernel")
     return ViTConfig(
         image_size=size,
@@ -128,20 +128,21 @@ def square_patch(sides: tuple[int, ...]) -> int:
 
 
 def size_of_positions(
-    rows: int, patch: int, image_size: int | tuple[int, int] | None, *, prefix: bool
-) -> int | tuple[int, int]:
-    """Image size behind a table of `rows` positions; a table of a model with class token may hold a row for it."""
-    allowed = (rows, rows - 1) if prefix else (rows,)
+    rows: int, patch: int, image_size: int | tuple[int, int] | None, prefixes: Iterable[int]
+) -> tuple[int | tuple[int, int], int]:
+    """Image size behind a table of `rows` positions, and how many of them are of tokens before the cells: one of
+    `prefixes`, for a table may or may not hold rows for class token and registers."""
+    cells_of = {rows - prefix: prefix for prefix in prefixes}
     if image_size is not None:
         height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
-        if (height // patch) * (width // patch) not in allowed:
+        if (cells := (height // patch) * (width // patch)) not in cells_of:
             raise ValueError(
                 f"images of {height} x {width} are {height // patch} x {width // patch} patches of {patch} pixels, "
                 f"but there are {rows} positions"
             )
-        return image_size
-    for cells in allowed:
-        side = math.isqrt(cells)
-        if side * side == cells:
-            return side * patch
+        return image_size, cells_of[cells]
+    for cells, prefix in cells_of.items():
+        side = math.isqrt(max(cells, 0))
+        if side and side * side == cells:
+            return side * patch, prefix
     raise ValueError(f"{rows} positions are not those of a square image: give image_size=(height, width)")

@@ -172,7 +172,11 @@ def reference_views(module: nn.Module, read: Read) -> Views:
 
 
 def vit_views(model: VisionTransformer, read: Read) -> Views:
-    conv = model.embed.proj
+    c, conv = model.config, model.embed.proj
+    if c.registers or c.layer_scale or c.pre_norm or c.pool_norm:
+        raise ValueError(
+            "the paper's code has no registers, layer scales, norm before the blocks or norm after pooling"
+        )
     assert conv.bias is not None
     views = {"embedding/kernel": read(conv.weight).permute(2, 3, 1, 0), "embedding/bias": read(conv.bias)}
     if model.class_token is not None:
@@ -181,6 +185,7 @@ def vit_views(model: VisionTransformer, read: Read) -> Views:
         views["Encoder/posembed_input/pos_embedding"] = read(model.positions.table)
     for index, block in enumerate(model.encoder.blocks):
         views |= under(f"Encoder/encoderblock_{index}", block_views(block, read))
+    assert isinstance(model.encoder.norm, nn.LayerNorm)
     views |= under("Encoder/encoder_norm", norm_views(model.encoder.norm, read))
     if isinstance(model.pool, AttentionPool):
         views |= under("MapHead", map_head_views(model.pool, read))

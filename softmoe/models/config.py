@@ -156,11 +156,20 @@ class ViTConfig:
     """One of: learned, sincos, none."""
     qk_norm: bool = True
     activation: str = "gelu_tanh"
-    """gelu_tanh, as in the paper's code, or gelu: the exact one, for weights from elsewhere."""
+    """gelu_tanh, as in the paper's code; for weights from elsewhere gelu, the exact one, or quick_gelu, CLIP's."""
     dropout: float = 0.0
     attention_dropout: float = 0.0
     representation_size: int | None = None
     """Width of a tanh layer before the head, if any."""
+    registers: int = 0
+    """Learned tokens that belong to no cell and are not pooled, behind the class token if there is one (DINOv2)."""
+    layer_scale: bool = False
+    """What a block adds is multiplied by learned vectors (DeiT-III, DINOv2)."""
+    pre_norm: bool = False
+    """A norm before the first block (CLIP)."""
+    pool_norm: bool = False
+    """The last norm comes after pooling instead of before (MAE, DeiT-III with mean pooling)."""
+    norm_eps: float = 1e-6
     moe: MoEConfig | None = None
 
     @property
@@ -175,7 +184,12 @@ class ViTConfig:
 
     @property
     def tokens(self) -> int:
-        return self.grid[0] * self.grid[1] + (self.pool == "class")
+        return self.grid[0] * self.grid[1] + self.prefix
+
+    @property
+    def prefix(self) -> int:
+        """The number of tokens before those of the cells: class token and registers."""
+        return (self.pool == "class") + self.registers
 
     @property
     def moe_blocks(self) -> tuple[int, ...]:

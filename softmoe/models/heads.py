@@ -42,11 +42,20 @@ class LastPool(nn.Module):
 class AttentionPool(nn.Module):
     """A learned probe attends to the tokens; then an MLP with a residual. The probe itself has none."""
 
-    def __init__(self, dim: int, heads: int, hidden_dim: int, *, qk_norm: bool = True, activation: str = "gelu_tanh"):
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        hidden_dim: int,
+        *,
+        qk_norm: bool = True,
+        activation: str = "gelu_tanh",
+        norm_eps: float = NORM_EPS,
+    ):
         super().__init__()
         self.probe = nn.Parameter(torch.empty(1, 1, dim))
         self.attention = Attention(dim, heads, qk_norm=qk_norm)
-        self.norm = nn.LayerNorm(dim, eps=NORM_EPS)
+        self.norm = nn.LayerNorm(dim, eps=norm_eps)
         self.mlp = MLP(dim, hidden_dim, activation=activation)
         self.reset_parameters()
 

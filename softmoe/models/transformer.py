@@ -5,6 +5,7 @@ Letters: B sequences, M tokens, D width, A heads, E head width.
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -13,6 +14,7 @@ from softmoe.moe import MoE
 from softmoe.moe.experts import make_gelu, normal_, xavier_uniform_
 
 NORM_EPS = 1e-6
+LAYER_SCALE = 1e-5  # at the start, so that a fresh block is nearly the identity (CaiT, DINOv2)
 
 
 class Attention(nn.Module):
@@ -73,25 +75,44 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); with `layer_scale` learned vectors multiply what is added."""
 
-    def __init__(self, dim: int, attention: nn.Module, mlp: nn.Module, *, dropout: float = 0.0):
+    def __init__(
+        self,
+        dim: int,
+        attention: nn.Module,
+        mlp: nn.Module,
+        *,
+        dropout: float = 0.0,
+        norm_eps: float = NORM_EPS,
+        layer_scale: bool = False,
+    ):
         super().__init__()
-        self.norm1 = nn.LayerNorm(dim, eps=NORM_EPS)
+        self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
         self.attention = attention
         self.dropout = nn.Dropout(dropout)
-        self.norm2 = nn.LayerNorm(dim, eps=NORM_EPS)
+        self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
         self.mlp = mlp
+        self.scale1 = nn.Parameter(torch.full((dim,), LAYER_SCALE)) if layer_scale else None
+        self.scale2 = nn.Parameter(torch.full((dim,), LAYER_SCALE)) if layer_scale else None
 
     def forward(self, x_BMD: Tensor, mask: Tensor | None = None, grid: tuple[int, int] | None = None) -> Tensor:
-        x_BMD = x_BMD + self.dropout(self.attention(self.norm1(x_BMD), mask))
+        x_BMD = self.attend(x_BMD, mask)
         normed_BMD = self.norm2(x_BMD)
         mixed_BMD = self.mlp(normed_BMD, mask, grid) if isinstance(self.mlp, MoE) else self.mlp(normed_BMD)
-        return x_BMD + mixed_BMD
+        return x_BMD + (mixed_BMD if self.scale2 is None else self.scale2 * mixed_BMD)
+
+    def attend(self, x_BMD: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The first half of the block."""
+        attended_BMD = self.attention(self.norm1(x_BMD), mask)
+        return x_BMD + self.dropout(attended_BMD if self.scale1 is None else self.scale1 * attended_BMD)
 
 
 class Encoder(nn.Module):
-    """A stack of blocks and a last norm. `make_mlp(index)` gives what stands in the MLP's place of each block."""
+    """A stack of blocks and a last norm. `make_mlp(index)` gives what stands in the MLP's place of each block.
+
+    `last_norm=False` leaves that norm out, for models that have it after pooling.
+    """
 
     def __init__(
         self,
@@ -103,6 +124,9 @@ class Encoder(nn.Module):
         qk_norm: bool = True,
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
+        norm_eps: float = NORM_EPS,
+        layer_scale: bool = False,
+        last_norm: bool = True,
     ):
         super().__init__()
         self.dropout = nn.Dropout(dropout)
@@ -112,10 +136,12 @@ class Encoder(nn.Module):
                 Attention(dim, heads, qk_norm=qk_norm, dropout=attention_dropout),
                 make_mlp(index),
                 dropout=dropout,
+                norm_eps=norm_eps,
+                layer_scale=layer_scale,
             )
             for index in range(depth)
         )
-        self.norm = nn.LayerNorm(dim, eps=NORM_EPS)
+        self.norm = nn.LayerNorm(dim, eps=norm_eps) if last_norm else nn.Identity()
         self.checkpoint_blocks = False
 
     def forward(self, x_BMD: Tensor, mask: Tensor | None = None, grid: tuple[int, int] | None = None) -> Tensor:

@@ -3,6 +3,8 @@
 Letters: B images, M tokens, D width.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -10,7 +12,7 @@ from softmoe.models.config import TextConfig, ViTConfig
 from softmoe.models.embed import LearnedPositions, PatchEmbed, SinCosPositions
 from softmoe.models.heads import AttentionPool, FirstPool, Head, LastPool, MeanPool, PreLogits
 from softmoe.models.transformer import MLP, Encoder
-from softmoe.moe.experts import ACTIVATIONS
+from softmoe.moe.experts import ACTIVATIONS, normal_
 
 
 class VisionTransformer(nn.Module):
@@ -24,36 +26,45 @@ class VisionTransformer(nn.Module):
         check(config)
         self.config = config
         D = config.width
-        prefix = int(config.pool == "class")
         self.embed = PatchEmbed(config.patch_size, D)
         grid = self.embed.grid(*config.image_shape)
-        self.class_token = nn.Parameter(torch.zeros(1, 1, D)) if prefix else None
+        self.class_token = nn.Parameter(torch.zeros(1, 1, D)) if config.pool == "class" else None
+        self.registers = nn.Parameter(torch.empty(1, config.registers, D)) if config.registers else None
         kinds = {"learned": LearnedPositions, "sincos": SinCosPositions}
-        self.positions = None if config.positions == "none" else kinds[config.positions](grid, D, prefix)
+        self.positions = None if config.positions == "none" else kinds[config.positions](grid, D, config.prefix)
+        self.pre_norm = nn.LayerNorm(D, eps=config.norm_eps) if config.pre_norm else nn.Identity()
         self.encoder = make_encoder(config)
         self.pool = make_pool(config)
+        self.pool_norm = nn.LayerNorm(D, eps=config.norm_eps) if config.pool_norm else nn.Identity()
         features = config.representation_size or D
         self.pre_logits = PreLogits(D, features) if config.representation_size else nn.Identity()
         self.head = nn.Identity() if config.num_classes is None else Head(features, config.num_classes)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.registers is not None:
+            normal_(self.registers, std=0.02)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(images))
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """(B, 3, height, width) -> (B, M, D): the tokens after the last norm, a class token first if there is one."""
+        """(B, 3, height, width) -> (B, M, D): the tokens after the last norm; class token and registers come first."""
         if images.ndim != 4 or images.shape[1] != 3:
             raise ValueError(f"expected images of shape (batch, 3, height, width), got {tuple(images.shape)}")
         grid = self.embed.grid(images.shape[2], images.shape[3])
         x_BMD = self.embed(images)
-        if self.class_token is not None:
-            x_BMD = torch.cat([self.class_token.expand(x_BMD.shape[0], -1, -1), x_BMD], dim=1)
+        prefix = [token for token in (self.class_token, self.registers) if token is not None]
+        if prefix:
+            x_BMD = torch.cat([*(token.expand(x_BMD.shape[0], -1, -1) for token in prefix), x_BMD], dim=1)
         if self.positions is not None:
             x_BMD = x_BMD + self.positions(grid)
-        return self.encoder(x_BMD, grid=grid)
+        return self.encoder(self.pre_norm(x_BMD), grid=grid)
 
     def forward_head(self, x_BMD: Tensor, *, pre_logits: bool = False) -> Tensor:
         """Tokens -> logits, or with `pre_logits` the vector the head would see (what few-shot evaluation uses)."""
-        vector_BD = self.pre_logits(self.pool(x_BMD))
+        seen_BMD = x_BMD if self.registers is None or self.class_token is not None else x_BMD[:, self.config.prefix :]
+        vector_BD = self.pre_logits(self.pool_norm(self.pool(seen_BMD)))
         return vector_BD if pre_logits else self.head(vector_BD)
 
     def set_gradient_checkpointing(self, enabled: bool = True) -> None:
@@ -74,14 +85,17 @@ def make_encoder(config: ViTConfig | TextConfig) -> Encoder:
             return c.moe.make_layer(c.width, c.mlp_dim, c.dropout, c.activation, kept=kept)
         return make_mlp()
 
-    options = {"qk_norm": c.qk_norm, "dropout": c.dropout, "attention_dropout": c.attention_dropout}
+    options: dict[str, Any] = {"qk_norm": c.qk_norm, "dropout": c.dropout, "attention_dropout": c.attention_dropout}
+    if isinstance(c, ViTConfig):
+        options |= {"norm_eps": c.norm_eps, "layer_scale": c.layer_scale, "last_norm": not c.pool_norm}
     return Encoder(c.width, c.depth, c.heads, make_layer, **options)
 
 
 def make_pool(config: ViTConfig | TextConfig) -> nn.Module:
     c = config
     if c.pool == "attention":
-        return AttentionPool(c.width, c.heads, c.mlp_dim, qk_norm=c.qk_norm, activation=c.activation)
+        eps = {"norm_eps": c.norm_eps} if isinstance(c, ViTConfig) else {}
+        return AttentionPool(c.width, c.heads, c.mlp_dim, qk_norm=c.qk_norm, activation=c.activation, **eps)
     return {"mean": MeanPool, "class": FirstPool, "last": LastPool}[c.pool]()
 
 
@@ -91,6 +105,10 @@ def check(config: ViTConfig) -> None:
     for name in ("patch_size", "width", "depth", "mlp_dim", "heads"):
         if getattr(config, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}")
+    if config.registers < 0 or not 0 < config.norm_eps < 1:
+        raise ValueError(
+            f"registers are 0 or more and norm_eps is from 0 to 1, got {config.registers} and {config.norm_eps}"
+        )
     if config.num_classes is not None and config.num_classes < 1:
         raise ValueError(f"num_classes must be at least 1, or None for no head, got {config.num_classes}")
     for name, allowed in {

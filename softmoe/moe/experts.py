@@ -10,6 +10,7 @@ ones. On the meta device there is nothing to fill, and torch would spend seconds
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,19 @@ from torch.nn import functional as F
 
 from softmoe.moe.routing import at_least_one
 
-ACTIVATIONS = {"gelu_tanh": "tanh", "gelu": "none"}  # name -> torch's word for how the error function is computed
+
+class QuickGELU(nn.Module):
+    """x sigmoid(1.702 x), the GELU of OpenAI's CLIP."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "gelu_tanh": lambda: nn.GELU(approximate="tanh"),
+    "gelu": nn.GELU,
+    "quick_gelu": QuickGELU,
+}
 
 
 def lecun_normal_(weight: Tensor, fan_in: int) -> None:
@@ -38,18 +51,18 @@ def normal_(weight: Tensor, std: float) -> None:
         nn.init.normal_(weight, std=std)
 
 
-def make_gelu(activation: str) -> nn.GELU:
+def make_gelu(activation: str) -> nn.Module:
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-    return nn.GELU(approximate=ACTIVATIONS[activation])
+    return ACTIVATIONS[activation]()
 
 
 class Experts(nn.Module):
     """(N, S, D) -> (N, S, D): gelu(x w1 + b1) w2^T + b2, each expert with its own weights.
 
     `identical_init=True` starts all experts as copies of one draw, as the reference code does; the router must
-    then break the symmetry. False draws each expert on its own. `activation` is gelu_tanh, as in the paper's code, or
-    gelu, the exact one.
+    then break the symmetry. False draws each expert on its own. `activation` is gelu_tanh, as in the paper's code,
+    gelu, the exact one, or quick_gelu, that of CLIP.
     """
 
     def __init__(

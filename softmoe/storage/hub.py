@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # it imports this module
 
 _LISTED = 20  # class names shown
 _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_WANTED = ["config.json", "README.md", "*.safetensors", "*.safetensors.index.json", "tokenizer.*"]  # never a pickle
+_WANTED = ["*config.json", "README.md", "*.safetensors", "*.safetensors.index.json", "tokenizer.*"]  # never a pickle
 
 
 def is_id(text: str) -> bool:

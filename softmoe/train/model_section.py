@@ -39,11 +39,20 @@ class ModelSection:
     pool: Literal["mean", "class", "attention"] | None = None
     positions: Literal["learned", "sincos", "none"] | None = None
     qk_norm: bool | None = None
-    activation: Literal["gelu_tanh", "gelu"] | None = None
+    activation: Literal["gelu_tanh", "gelu", "quick_gelu"] | None = None
     dropout: float | None = None
     attention_dropout: float | None = None
     representation_size: int | None = None
     """Width of a tanh layer before the head, if any."""
+    registers: int | None = None
+    """Learned tokens that belong to no cell and are not pooled."""
+    layer_scale: bool | None = None
+    """What a block adds is multiplied by learned vectors."""
+    pre_norm: bool | None = None
+    """A norm before the first block."""
+    pool_norm: bool | None = None
+    """The last norm comes after pooling."""
+    norm_eps: float | None = None
     num_experts: int | None = None
     blocks: tuple[int, ...] | None = None
     """Which blocks get experts; the names say the second half."""

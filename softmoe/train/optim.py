@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from softmoe.train.config import OptimSection
 
 BLOCK = re.compile(r"^encoder\.blocks\.(\d+)\.")
-BELOW = re.compile(r"^(embed|positions)\.|^class_token$")  # what comes before the first block
+BELOW = re.compile(r"^(embed|positions|pre_norm)\.|^(class_token|registers)$")  # what comes before the first block
 HEAD = r"^head\.weight$"
 SCALE = r"router\.scale$"
 KERNEL = r"(^|\.)(proj|qkv|out|fc1|fc2|router|pre_logits|projection)\.weight$|\.experts\.w[12]$"

@@ -2,11 +2,13 @@
 
 from softmoe.transfer.branch import branch, plan_branch
 from softmoe.transfer.finetune import locked_config, transfer_config
+from softmoe.transfer.in_place import InPlace, upcycle_
 from softmoe.transfer.soup import Soup, greedy_soup, soup
 from softmoe.transfer.upcycle import Distance, Upcycled, compare_starts, distance, upcycle
 
 __all__ = [
     "Distance",
+    "InPlace",
     "Soup",
     "Upcycled",
     "branch",
@@ -18,4 +20,5 @@ __all__ = [
     "soup",
     "transfer_config",
     "upcycle",
+    "upcycle_",
 ]

@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from softmoe.convert.files import read_model
+from softmoe.convert.foreign import locate, open_foreign, split_options
 from softmoe.models import ViTConfig
 from softmoe.models.registry import SIZES
 from softmoe.storage import open_saved
@@ -49,10 +50,10 @@ def transfer_config(
 
 
 def check_base(weights: str | Path, shape: ViTConfig) -> None:
-    """ValueError for what adapters cannot name as their base: a file of others' weights, or adapters."""
-    if Path(weights).is_file():
+    """ValueError for what adapters cannot name as their base: others' weights, or adapters."""
+    if locate(split_options(str(weights))[0]) is not None:
         raise ValueError(
-            f"adapters are saved beside the name of a saved model, and {weights} is a file of others' weights: make a "
+            f"adapters are saved beside the name of a saved model, and {weights} has others' weights: make a "
             f"model of it with `softmoe upcycle {weights} --expert-dim {adapter_dim(shape)} --data DATA --out base`, "
             "then `softmoe finetune base DATA --adapters`"
         )
@@ -78,9 +79,7 @@ def locked_config(config: TrainConfig, image: str | Path) -> TrainConfig:
         raise ValueError("--image is for recipes with a text tower, such as lit; softmoe finetune starts from a model")
     config = transfer_config(config, image)
     config = replace(config, model=replace(config.model, locked=True))
-    if Path(image).is_file():  # others' weights do not tell
-        return config
-    p = open_saved(image).preprocessing
+    p = (open_foreign(image) or open_saved(image)).preprocessing
     height, width = p.image_size
     size = height if height == width else p.image_size
     seen = {"image_size": size, "crop": p.crop, "central_ratio": p.central_ratio, "antialias": p.antialias}

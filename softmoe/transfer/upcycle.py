@@ -230,8 +230,7 @@ def fit_routers(
     x_BMD, grid = encoder_input(model, images), model.embed.grid(images.shape[2], images.shape[3])
     for index, block in enumerate(model.encoder.blocks):
         assert isinstance(block, Block)
-        x_BMD = x_BMD + block.attention(block.norm1(x_BMD))
-        normed_BMD = block.norm2(x_BMD)
+        normed_BMD = block.norm2(block.attend(x_BMD))
         if isinstance(block.mlp, MoE) and can_start_near(block.mlp.router):
             report(f"block {index}: setting the router on {len(images)} images")
         if isinstance(block.mlp, ExpertsBeside) and can_start_near(block.mlp.router):
@@ -242,7 +241,7 @@ def fit_routers(
             start_near(block.mlp, mlp, normed_BMD, tuple(WAYS) if init == "closest" else (init,))
             if init == "closest":
                 refine(block.mlp, mlp, normed_BMD)
-        x_BMD = x_BMD + (block.mlp(normed_BMD, None, grid) if isinstance(block.mlp, MoE) else block.mlp(normed_BMD))
+        x_BMD = block(x_BMD, None, grid)
 
 
 def encoder_input(model: VisionTransformer, images: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """softmoe upcycle, soup and finetune, on real files."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,9 @@ def test_upcycle_others_weights(tmp_path: Path, capsys):
         "--init",
         "copy",
     ]
+    assert main(command) == 2
+    assert "give mean and std" in capsys.readouterr().err
+    command += ["--mean", "0.5", "--std", "0.5"]
     assert main(command) == 2
     assert "give heads=" in capsys.readouterr().err
     assert main([*command, "--heads", "2", "--out", str(tmp_path / "out")]) == 0
@@ -134,6 +138,28 @@ def test_adapters_mistakes(dense: Path, tmp_path: Path, capsys):
     ):
         assert main(["finetune", str(model), "shapes?size=16", "--adapters"]) == 2
         assert words in capsys.readouterr().err
+
+
+def test_finetune_others_weights(tmp_path: Path, monkeypatch, capsys):
+    """A file with what it does not tell, and a folder that tells: both start a run; without it, one line asks."""
+    monkeypatch.chdir(tmp_path)
+    state = {name: value.float().contiguous() for name, value in timm_names(PlainViT(gelu="none")).items()}
+    save_file(state, tmp_path / "vit.safetensors")
+    given = ["--mean", "0.485,0.456,0.406", "--std", "0.229,0.224,0.225", "--heads", "2"]
+    command = ["finetune", "vit.safetensors", "shapes?size=16", "--image-size", "16", *QUICK]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert "give mean and std" in error
+    assert error.count("\n") == 1
+    assert main([*command, *given, "--run-name", "a"]) == 0
+    config = {"architecture": "vit", "pretrained_cfg": {"input_size": [3, 12, 12], "mean": [0.5] * 3, "std": [0.5] * 3}}
+    (tmp_path / "folder").mkdir()
+    save_file(state, tmp_path / "folder" / "model.safetensors")
+    (tmp_path / "folder" / "config.json").write_text(json.dumps(config | {"model_args": {"num_heads": 2}}))
+    assert main(["finetune", "folder", "shapes?size=16", "--image-size", "16", *QUICK, "--run-name", "b"]) == 0
+    assert open_saved("runs/b").config.heads == 2
+    assert main(["finetune", "folder", "shapes?size=16", "--adapters", *QUICK]) == 2
+    assert "make a model of it with `softmoe upcycle folder " in capsys.readouterr().err
 
 
 def test_finetune_dry_run_and_mistakes(dense: Path, tmp_path: Path, monkeypatch, capsys):

@@ -20,7 +20,7 @@ def test_outputs_are_equal(pool, gelu):
     """Every pool; the exact GELU by default, the tanh one on request."""
     plain = PlainViT(pool, gelu)
     options = {"activation": "gelu_tanh"} if gelu == "tanh" else {}
-    model = from_timm(timm_names(plain), heads=2, **options)
+    model = from_timm(timm_names(plain), mean=0.5, std=0.5, heads=2, **options)
     assert model.config.pool == pool
     check_equal(plain, model)
 
@@ -35,17 +35,17 @@ def test_files(ending, tmp_path):
         np.savez(path, **{name: value.numpy() for name, value in state.items()})
     else:
         save_file({name: value.contiguous() for name, value in state.items()}, path)
-    check_equal(plain, from_timm(path, heads=2))
+    check_equal(plain, from_timm(path, mean=0.5, std=0.5, heads=2))
 
 
 def test_layer_scales_and_missing_biases():
-    """Layer scales are folded into the matrices before them; a missing bias is zero."""
+    """Layer scales are kept as they are; a missing bias is zero."""
     plain = PlainViT(gelu="none")
     for block in plain.blocks:
         block.gamma1, block.gamma2 = torch.randn(2, 16, dtype=torch.float64)
         torch.nn.init.zeros_(block.attention.in_proj_bias)
     state = {name: value for name, value in timm_names(plain).items() if not name.endswith("qkv.bias")}
-    check_equal(plain, from_timm(state, heads=2))
+    check_equal(plain, from_timm(state, mean=0.5, std=0.5, heads=2))
 
 
 @pytest.mark.parametrize("lost", ["blocks.1.attn.qkv.bias", "blocks.0.mlp.fc1.bias"])
@@ -54,7 +54,7 @@ def test_a_bias_that_one_block_lacks(lost: str):
     state = timm_names(PlainViT())
     del state[lost]
     with pytest.raises(ValueError, match=f"{lost} is missing, which other blocks"):
-        from_timm(state, heads=2)
+        from_timm(state, mean=0.5, std=0.5, heads=2)
 
 
 def test_pixels_are_folded_into_the_patches():
@@ -70,36 +70,36 @@ def test_pixels_are_folded_into_the_patches():
 def test_heads():
     """Width over 64, or what the norms of queries and keys tell, or asked for."""
     wide = PlainViT(dim=128, heads=2, hidden=8, depth=1)
-    assert from_timm(timm_names(wide)).config.heads == 2
+    assert from_timm(timm_names(wide), mean=0.5, std=0.5).config.heads == 2
     state = timm_names(PlainViT())
     with pytest.raises(ValueError, match="heads cannot be told from the tensors of width 16"):
-        from_timm(state)
+        from_timm(state, mean=0.5, std=0.5)
     norms = {
         f"blocks.{i}.attn.{part}_norm.{kind}": torch.full((4,), value, dtype=torch.float64)
         for i in range(2)
         for part in "qk"
         for kind, value in (("weight", 1.5), ("bias", 0.0))
     }
-    model = from_timm(state | norms)
+    model = from_timm(state | norms, mean=0.5, std=0.5)
     assert (model.config.heads, model.config.qk_norm) == (4, True)
     assert torch.equal(model.encoder.blocks[1].attention.key_norm.weight, torch.full((4,), 1.5, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"key_norm.bias is not zero"):
-        from_timm(state | norms | {"blocks.1.attn.k_norm.bias": torch.ones(4)})
+        from_timm(state | norms | {"blocks.1.attn.k_norm.bias": torch.ones(4)}, mean=0.5, std=0.5)
 
 
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("fc_norm.weight", "a norm after pooling"),
-        ("norm_pre.weight", "a norm before the first block"),
-        ("reg_token", "register tokens"),
-        ("blocks.0.attn.rel_pos.weight", "unexpected encoder.blocks.0.attention.rel_pos.weight"),
+        ("dist_token", "a distillation token"),
+        ("patch_embed.backbone.conv1.weight", "a convolutional network below"),
+        ("blocks.0.attn.rel_pos.weight", "relative positions"),
+        ("blocks.0.attn.gate.weight", "unexpected encoder.blocks.0.attention.gate.weight"),
     ],
 )
 def test_what_ours_lacks_is_refused(name, what):
     """Parts without a counterpart are named, never dropped."""
     with pytest.raises(ValueError, match=what):
-        from_timm(timm_names(PlainViT()) | {name: torch.zeros(16)}, heads=2)
+        from_timm(timm_names(PlainViT()) | {name: torch.zeros(16)}, mean=0.5, std=0.5, heads=2)
 
 
 def test_other_files_are_refused(tmp_path):

@@ -77,7 +77,7 @@ def test_exact_gelu_is_an_option():
         for n in range(2)
     ]
     torch.testing.assert_close(experts(x), torch.stack(expected))
-    with pytest.raises(ValueError, match="activation must be one of gelu_tanh, gelu, got 'relu'"):
+    with pytest.raises(ValueError, match="activation must be one of gelu_tanh, gelu, quick_gelu, got 'relu'"):
         Experts(4, 6, 2, activation="relu")
 
 

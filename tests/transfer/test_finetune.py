@@ -113,7 +113,8 @@ def test_others_weights_can_be_fine_tuned(make_config, tmp_path):
     """A file in timm's naming is a model to start from."""
     state = {name: value.float().contiguous() for name, value in timm_names(PlainViT(dim=64, heads=1)).items()}
     save_file(state, tmp_path / "model.safetensors")
-    config = transfer_config(make_config(steps=1), tmp_path / "model.safetensors", image_size=16)
+    weights = f"{tmp_path / 'model.safetensors'}?mean=0.5&std=0.5"
+    config = transfer_config(make_config(steps=1), weights, image_size=16)
     assert (config.model.pool, config.model.activation, config.model.router) == ("class", "gelu", None)
     assert train(config).step == 1
 

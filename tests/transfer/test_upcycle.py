@@ -252,7 +252,9 @@ def test_all_else_is_kept():
 def test_from_other_peoples_weights(naming):
     """Arrays under foreign names, upcycled: the plain torch.nn model exactly where the router does not mix."""
     plain = PlainViT(gelu="none" if naming == "timm" else "tanh", depth=4)
-    dense = from_timm(timm_names(plain), heads=2) if naming == "timm" else from_vit(flax_names(plain))
+    dense = (
+        from_timm(timm_names(plain), heads=2, mean=0.5, std=0.5) if naming == "timm" else from_vit(flax_names(plain))
+    )
     images = torch.randn(2, 3, *plain.image_size, dtype=torch.float64)
     model = upcycle(dense, 4, init="copy", router="identity").model
     torch.testing.assert_close(model(images), plain(images), rtol=1e-10, atol=1e-10)

@@ -1,0 +1,277 @@
+"""Other people's models from their files, folders and Hub ids: what is written beside the weights is read.
+
+    open_foreign("dinov2-base")                                  a folder as on the Hub: config.json and safetensors
+    open_foreign("timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k")
+    open_foreign("vit.safetensors?mean=0.5&std=0.5&heads=3")     a file alone, with what it does not tell
+
+timm's config.json (pretrained_cfg), Hugging Face's with preprocessor_config.json, and open_clip_config.json tell heads,
+activation, image size, pooling, and the mean and std of the pixels. Nothing pickled is opened.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from softmoe.convert.timm import from_timm, read_tensors
+from softmoe.convert.vit import from_vit
+from softmoe.models import VisionTransformer
+from softmoe.storage import Preprocessing, hub
+from softmoe.storage.files import first_line, read_json
+from softmoe.storage.saved import is_saved
+
+SUFFIXES = (".npz", ".safetensors")
+PICKLES = (".pth", ".pt", ".bin", ".ckpt", ".pkl")
+_POOLS = {"token": "class", "avg": "mean", "map": "attention"}
+_ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+}
+_FAMILIES: dict[str, dict[str, Any]] = {  # what Hugging Face's config.json leaves out
+    "vit": {"num_attention_heads": 12, "image_size": 224, "hidden_act": "gelu", "layer_norm_eps": 1e-12},
+    "dinov2": {"num_attention_heads": 12, "image_size": 224, "hidden_act": "gelu", "layer_norm_eps": 1e-6},
+    "siglip": {"num_attention_heads": 12, "image_size": 224, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
+    "clip": {"num_attention_heads": 12, "image_size": 224, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
+}
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A model of somebody else's as ours, and how its images are made."""
+
+    model: VisionTransformer
+    preprocessing: Preprocessing
+    classes: tuple[str, ...] | None
+
+
+def open_foreign(where: str | Path, **options: Any) -> Foreign | None:
+    """The model in a file, a folder or on the Hub; None if it is not somebody else's but one of ours.
+
+    `options` are arguments of `from_timm` (heads, activation, image_size, mean, std, pool, norm_eps): they come before
+    what is written beside the weights.
+    """
+    address, more = split_options(str(where))
+    options = more | options
+    place = locate(address)
+    if place is None:
+        if options:
+            raise ValueError(f"{', '.join(options)} can be given for files of others' weights only, not for {address}")
+        return None
+    folder = place if place.is_dir() else place.parent
+    beside = place.is_dir() or place.name.startswith(("model", "open_clip"))
+    told, files = read_told(folder) if beside else ({}, [])
+    tensors: dict[str, Any] = {}
+    for file in files if place.is_dir() else [place]:
+        tensors |= read_tensors(file)
+    if any(not name.isprintable() or len(name) > 300 for name in tensors):
+        raise ValueError(f"{place} is damaged: it has an array whose name is no text")
+    ratio, crop = told.pop("central_ratio", None), told.pop("crop", "central")
+    seen, classes = told.pop("seen_size", None), told.pop("classes", None)
+    try:
+        model = convert(tensors, told | options, options)
+    except (ArithmeticError, IndexError, KeyError, TypeError, RuntimeError) as error:  # of sizes that no model has
+        raise ValueError(f"{place} does not hold the weights of a vision transformer: {first_line(error)}") from error
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+    for name, tensor in model.state_dict().items():
+        if not tensor.isfinite().all():
+            raise ValueError(f"{place} holds values of {name} that are no finite numbers")
+    shape = seen if seen is not None and "image_size" not in options else model.config.image_shape
+    preprocessing = Preprocessing(shape, crop, ratio or Preprocessing.central_ratio)
+    known = classes if classes and len(classes) == model.config.num_classes else None
+    return Foreign(model.eval(), preprocessing, known)
+
+
+def convert(tensors: Mapping[str, Any], settings: dict[str, Any], asked: Mapping[str, Any]) -> VisionTransformer:
+    """Tell by the names which reader it is for: the original ViT and big_vision have theirs with slashes."""
+    if not any("/" in name for name in tensors):
+        return from_timm(tensors, **settings)
+    if set(asked) - {"image_size"}:
+        raise ValueError(f"{', '.join(asked)}: files in the original ViT's naming tell all but image_size themselves")
+    return from_vit(tensors, **asked)
+
+
+def split_options(where: str) -> tuple[str, dict[str, Any]]:
+    """Separate `path?heads=3&mean=0.5` into the path and its options."""
+    address, _, query = where.partition("?")
+    options: dict[str, Any] = {}
+    for part in filter(None, query.split("&")):
+        key, equals, value = part.partition("=")
+        if key not in _READ or not equals:
+            raise ValueError(f"{part!r} in {where!r} is not an option: write KEY=VALUE with {', '.join(_READ)}")
+        try:
+            options[key] = _READ[key](value)
+        except ValueError as error:
+            raise ValueError(f"the option {key} in {where!r} cannot be {value!r}") from error
+    return address, options
+
+
+def with_options(where: str, options: Mapping[str, Any]) -> str:
+    """The inverse of `split_options`, for options that are not None."""
+    query = "&".join(f"{key}={value}" for key, value in options.items() if value is not None)
+    return where + (f"{'&' if '?' in where else '?'}{query}" if query else "")
+
+
+def _numbers(text: str) -> float | tuple[float, ...]:
+    numbers = tuple(float(part) for part in text.split(","))
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+def _size(text: str) -> int | tuple[int, int]:
+    sides = [int(part) for part in text.lower().split("x")]
+    return sides[0] if len(sides) == 1 else (sides[0], sides[1])
+
+
+_READ: dict[str, Any] = {
+    "mean": _numbers,
+    "std": _numbers,
+    "heads": int,
+    "activation": str,
+    "image_size": _size,
+    "pool": str,
+    "norm_eps": float,
+}
+
+
+def locate(address: str) -> Path | None:
+    """The file or folder of somebody else's weights; None for what `from_pretrained` opens."""
+    path = Path(address).expanduser()
+    if path.is_dir():
+        return path if is_foreign(path) else None
+    if path.suffix in PICKLES:
+        raise ValueError(
+            f"{path} is a pickle, which can run any code when it is read, so it was not opened: write its tensors with "
+            "safetensors.torch.save_file(tensors, 'model.safetensors') and give that file"
+        )
+    if path.suffix in SUFFIXES:
+        if not path.is_file():
+            raise ValueError(f"there is no file {address}")
+        return path
+    if not path.exists() and hub.is_id(address):
+        folder = hub.download(address)
+        return folder if is_foreign(folder) else None
+    return None
+
+
+def is_foreign(folder: Path) -> bool:
+    """Tell if the folder has a config.json of timm or Hugging Face, or open_clip's."""
+    if is_saved(folder):
+        return False
+    if (folder / "open_clip_config.json").is_file():
+        return True
+    try:
+        config = read_json(folder / "config.json")
+    except ValueError:
+        return False
+    return isinstance(config, dict) and (
+        isinstance(config.get("architecture"), str) or isinstance(config.get("model_type"), str)
+    )
+
+
+def read_told(folder: Path) -> tuple[dict[str, Any], list[Path]]:
+    """What the folder's config tells of the model, as arguments of `from_timm`, and the files of its weights."""
+    plain = folder / "model.safetensors"
+    open_clip = folder / "open_clip_config.json"
+    path = open_clip if open_clip.is_file() and not plain.is_file() else folder / "config.json"
+    if not path.is_file():
+        return {}, []
+    try:
+        config = read_json(path)
+        if path == open_clip:
+            told = from_open_clip(config)
+        else:
+            told = from_timm_config(config) if "architecture" in config else from_hugging_face(config, folder)
+    except (AttributeError, KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"{path} does not describe a vision transformer: {first_line(error)}") from error
+    files = [plain] if plain.is_file() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder} has no safetensors file, and pickles are not opened: save the model as safetensors")
+    return told, files
+
+
+def from_timm_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Read timm's config.json, with or without a table `pretrained_cfg` in it."""
+    p, arguments = config.get("pretrained_cfg") or config, config.get("model_args") or {}
+    name = config["architecture"]
+    size = arguments.get("img_size") or p["input_size"][1:]
+    told = {"mean": tuple(p["mean"]), "std": tuple(p["std"]), "image_size": pair(size)}
+    pool = arguments.get("global_pool") or config.get("global_pool") or p.get("global_pool")
+    if pool:
+        if pool not in _POOLS:
+            raise ValueError(f"{name} pools by {pool!r}, which our vision transformer does not")
+        told["pool"] = _POOLS[pool]
+    quick = "quickgelu" in name or "QuickGELU" in str(p.get("notes", ""))
+    plain = "gelu_tanh" if "siglip" in name else "quick_gelu" if quick else "gelu"
+    told["activation"] = _ACTIVATIONS[arguments.get("act_layer") or plain]
+    if "num_heads" in arguments:
+        told["heads"] = arguments["num_heads"]
+    told["central_ratio"] = max(1.0, 1.0 / p.get("crop_pct", 0.875))
+    told["crop"] = "resize" if p.get("crop_mode") == "squash" else "central"
+    told["classes"] = names_of(config.get("label_names") or p.get("label_names"))
+    return told
+
+
+def from_hugging_face(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Read Hugging Face's config.json, and preprocessor_config.json for the pixels."""
+    kind = config["model_type"]
+    family = next((name for name in _FAMILIES if kind.startswith(name)), None)
+    if family is None:
+        from softmoe.convert.names import IN_PLACE
+
+        raise ValueError(f"{folder} is of the kind {kind!r}, which is none of {', '.join(_FAMILIES)}; {IN_PLACE}")
+    vision = _FAMILIES[family] | (config.get("vision_config") or config)
+    activation = vision["hidden_act"]
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"{folder} uses the activation {activation!r}, expected one of {', '.join(_ACTIVATIONS)}")
+    told: dict[str, Any] = {
+        "heads": vision["num_attention_heads"],
+        "activation": _ACTIVATIONS[activation],
+        "norm_eps": vision["layer_norm_eps"],
+        "image_size": pair(vision["image_size"]),
+        "classes": names_of(config.get("id2label")),
+    }
+    path = folder / "preprocessor_config.json"
+    if path.is_file():
+        p = read_json(path)
+        if p.get("do_normalize", True) and "image_mean" in p:
+            told |= {"mean": tuple(p["image_mean"]), "std": tuple(p["image_std"])}
+        size, cut = p.get("size"), p.get("crop_size")
+        edge = size.get("shortest_edge") if isinstance(size, dict) else None
+        if edge and p.get("do_center_crop", True) and cut:
+            told["seen_size"] = pair(cut)
+            told["central_ratio"] = max(1.0, edge / min(told["seen_size"]))
+        else:
+            told["crop"] = "resize"
+    return told
+
+
+def from_open_clip(config: dict[str, Any]) -> dict[str, Any]:
+    model, pixels = config["model_cfg"], config.get("preprocess_cfg") or {}
+    vision = model["vision_cfg"]
+    told: dict[str, Any] = {"image_size": pair(vision.get("image_size", 224)), "central_ratio": 1.0}
+    if "width" in vision:
+        told["heads"] = vision["width"] // vision.get("head_width", 64)
+    siglip = "siglip" in str(vision.get("timm_model_name", ""))
+    told["activation"] = "gelu_tanh" if siglip else "quick_gelu" if model.get("quick_gelu") else "gelu"
+    if "mean" in pixels and "std" in pixels:
+        told |= {"mean": tuple(pixels["mean"]), "std": tuple(pixels["std"])}
+    return told
+
+
+def names_of(values: Any) -> tuple[str, ...] | None:
+    """Class names from a list or a table by number; made-up ones (LABEL_0) are none."""
+    if isinstance(values, dict):
+        values = [values[str(index)] for index in range(len(values)) if str(index) in values]
+    if not isinstance(values, list) or not values or str(values[0]).startswith("LABEL_"):
+        return None
+    return tuple(map(str, values))
+
+
+def pair(size: Any) -> tuple[int, int]:
+    """Height and width, from one number, two, or a table."""
+    if isinstance(size, dict):
+        return int(size["height"]), int(size["width"])
+    return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
