@@ -97,6 +97,7 @@ def hidden_width(module: nn.Module) -> int:
     return linears(module)[-1].in_features
 
 
+@torch.no_grad()
 def read_mlp(module: nn.Module, name: str) -> DenseMLP:
     """The MLP behind a module, recognized by what it computes for random inputs. ValueError if it is none of ours."""
     if any(parameter.is_meta for parameter in module.parameters()):

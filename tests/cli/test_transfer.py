@@ -133,7 +133,7 @@ def test_adapters_mistakes(dense: Path, tmp_path: Path, capsys):
     save_file(state, tmp_path / "model.safetensors")
     assert main(["upcycle", str(dense), "--init", "copy", "--experts", "2", "--out", str(tmp_path / "soft")]) == 0
     for model, words in (
-        (tmp_path / "model.safetensors", "--expert-dim 2 --data DATA --out base"),
+        (f"{tmp_path}/model.safetensors?mean=0.5&std=0.5", "--expert-dim 2 --data DATA --out base"),
         (tmp_path / "soft", "in their place"),
     ):
         assert main(["finetune", str(model), "shapes?size=16", "--adapters"]) == 2
