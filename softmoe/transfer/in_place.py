@@ -178,9 +178,10 @@ def find(model: nn.Module, mlps: str | Sequence[str]) -> list[str]:
                 + (f"; close names are {listed}" if listed else "; name the modules in which its MLPs are")
             )
         found |= matches
-    if experts := [n for n in found if any(isinstance(m, MoE) for m in modules[n].modules())]:
+    names = [name for name in modules if name in found]
+    if experts := [name for name in names if any(isinstance(part, MoE) for part in modules[name].modules())]:
         raise ValueError(f"{experts[0]} has experts already")
-    return [name for name in modules if name in found]
+    return names
 
 
 def pick(names: list[str], blocks: str | Sequence[int]) -> list[str]:
