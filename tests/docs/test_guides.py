@@ -40,11 +40,9 @@ def run_name(words: list[str]) -> str | None:
 
 
 def tiny(words: list[str]) -> list[str]:
-    """The same words for two steps."""
-    return [
-        "2" if before == "--steps" else "1" if before == "--epochs" else word
-        for before, word in zip(["", *words], words, strict=False)
-    ]
+    """The same words for two steps of small images."""
+    small = {"--steps": "2", "--epochs": "1", "--image-size": "48"}
+    return [small.get(before, word) for before, word in zip(["", *words], words, strict=False)]
 
 
 class Parsed(Exception):
