@@ -72,7 +72,7 @@ def rename_to_timm(source: Tensors) -> Tensors:
         if name in named:
             named[name] = named[name].reshape(1, -1, named[name].shape[-1])
     if "proj" in named:  # open_clip's, from the left
-        named["head.weight"] = named.pop("proj").T
+        named["head.weight"] = named.pop("proj").transpose(0, -1)
     return pack(named)
 
 
