@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from softmoe.accelerate.guards import Off
-from softmoe.accelerate.optimizer import skipped_where
+from softmoe.accelerate.guards import Off, skipped_where
 from softmoe.moe import Experts
 
 MAX_IN_FLIGHT = 2

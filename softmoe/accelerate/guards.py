@@ -4,7 +4,9 @@ A compiled pass sees plain float32 numbers on a CPU and nothing else. Whoever tr
 layer computes gets torch's own operators instead.
 """
 
-from typing import TypeGuard, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -90,3 +92,15 @@ def has_no_hooks(layer: nn.Module, kind: type[T]) -> TypeGuard[T]:
     own = (getattr(layer, name) for name in _HOOKS)
     everyones = (getattr(torch_module, f"_global{name}") for name in _HOOKS)
     return is_exactly(layer, kind) and "forward" not in vars(layer) and not any(own) and not any(everyones)
+
+
+@contextmanager
+def skipped_where(optimizer: torch.optim.Optimizer, flag: Tensor) -> Iterator[None]:
+    """Make `optimizer.step` leave everything as it is if `flag` is true. Nobody has to read the flag: torch's fused
+    updates and CompactAdamW look at it on the device."""
+    keeper: Any = optimizer
+    keeper.found_inf = flag.float()
+    try:
+        yield
+    finally:
+        del keeper.found_inf

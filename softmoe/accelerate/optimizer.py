@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -112,18 +111,6 @@ class CompactAdamW(torch.optim.Optimizer):
             in_one_pass(KERNEL.library, flat, room.numbers, (int(step), index), group, threads)
         else:
             in_pieces(flat, room, step, index, group)
-
-
-@contextmanager
-def skipped_where(optimizer: torch.optim.Optimizer, flag: Tensor) -> Iterator[None]:
-    """Make `optimizer.step` leave everything as it is if `flag` is true. Nobody has to read the flag: torch's fused
-    updates and the one above look at it on the device."""
-    keeper: Any = optimizer
-    keeper.found_inf = flag.float()
-    try:
-        yield
-    finally:
-        del keeper.found_inf
 
 
 def update_together(rows: list[tuple[Flat, Tensor]], group: dict[str, Any], skip: Tensor | None) -> None:

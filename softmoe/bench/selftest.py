@@ -114,7 +114,7 @@ def kernels(place: Place) -> str:
     try:
         fastest.need_triton(nn.Linear(1, 1).to(place.device))
     except Off as error:
-        raise NotHere(f"Triton kernels: {error}") from error
+        raise NotHere(str(error)) from error
     said = []
     for dtype, limit in ((torch.float32, 5e-3), (torch.bfloat16, 3e-2)):
         torch.manual_seed(0)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from softmoe.accelerate.optimizer import skipped_where
+from softmoe.accelerate.guards import skipped_where
 from softmoe.train.data import split_batch
 from softmoe.train.objectives import Contrastive, join_parts, with_gradient
 from softmoe.train.optim import gradients, set_learning_rate
