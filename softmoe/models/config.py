@@ -159,6 +159,8 @@ class ViTConfig:
     """gelu_tanh, as in the paper's code; for weights from elsewhere gelu, the exact one, or quick_gelu, CLIP's."""
     dropout: float = 0.0
     attention_dropout: float = 0.0
+    drop_path: float = 0.0
+    """Chance that the last block's branches are left out for an image in training; it grows from 0 at the first."""
     representation_size: int | None = None
     """Width of a tanh layer before the head, if any."""
     registers: int = 0

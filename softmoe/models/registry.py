@@ -39,6 +39,7 @@ PAPER_MODELS: tuple[str, ...] = (  # the long runs of the paper, dense and Soft 
 _NAME = re.compile(
     r"(?P<router>[a-z_]+)_(?P<size>ti|[sblhgG])(?P<patch>\d+)(?:_(?P<experts>\d+)e(?:(?P<slots>\d+)p)?)?"
 )
+_TIMM = {"drop_rate": "dropout", "attn_drop_rate": "attention_dropout", "drop_path_rate": "drop_path"}
 _VIT_FIELDS = tuple(f.name for f in fields(ViTConfig) if f.name != "moe")
 
 
@@ -62,7 +63,8 @@ def list_models() -> list[str]:
 def model_config(
     name: str, *, num_classes: int | None = 1000, image_size: int | tuple[int, int] = 224, **overrides: Any
 ) -> ViTConfig:
-    """The settings behind a name. Overrides are fields of ViTConfig, of MoEConfig and of the router's config."""
+    """The settings behind a name. Overrides are fields of ViTConfig, of MoEConfig and of the router's config; timm's
+    in_chans, drop_rate, attn_drop_rate and drop_path_rate are understood."""
     match = _NAME.fullmatch(name)
     if match is None or match["router"] not in ("vit", *ROUTERS):
         near = difflib.get_close_matches(name, list_models(), n=3, cutoff=0.4)
@@ -91,6 +93,9 @@ def model_config(
 
 
 def override(config: ViTConfig, changes: dict[str, Any]) -> ViTConfig:
+    changes = {_TIMM.get(key, key): value for key, value in changes.items()}
+    if (channels := changes.pop("in_chans", 3)) != 3:
+        raise ValueError(f"images have 3 channels here, not {channels}: repeat or drop channels before the model")
     vit = {key: value for key, value in changes.items() if key in _VIT_FIELDS}
     rest = {key: value for key, value in changes.items() if key not in _VIT_FIELDS}
     if config.moe is not None and rest:

@@ -74,6 +74,23 @@ class MLP(nn.Module):
         return self.dropout(self.fc2(hidden))
 
 
+class DropPath(nn.Module):
+    """In training, leave a whole branch out for some images, and make it larger for the others so that the mean stays
+    (stochastic depth)."""
+
+    def __init__(self, rate: float):
+        super().__init__()
+        if not 0.0 <= rate < 1.0:
+            raise ValueError(f"drop_path must be in [0, 1), got {rate}")
+        self.rate = rate
+
+    def forward(self, x_BMD: Tensor) -> Tensor:
+        if not self.training or not self.rate:
+            return x_BMD
+        kept_B11 = torch.empty(len(x_BMD), 1, 1, dtype=x_BMD.dtype, device=x_BMD.device).bernoulli_(1.0 - self.rate)
+        return x_BMD * (kept_B11 / (1.0 - self.rate))
+
+
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); with `layer_scale` learned vectors multiply what is added."""
 
@@ -84,6 +101,7 @@ class Block(nn.Module):
         mlp: nn.Module,
         *,
         dropout: float = 0.0,
+        drop_path: float = 0.0,
         norm_eps: float = NORM_EPS,
         layer_scale: bool = False,
     ):
@@ -91,6 +109,7 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
         self.attention = attention
         self.dropout = nn.Dropout(dropout)
+        self.drop_path = DropPath(drop_path)
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
         self.mlp = mlp
         self.scale1 = nn.Parameter(torch.full((dim,), LAYER_SCALE)) if layer_scale else None
@@ -100,12 +119,13 @@ class Block(nn.Module):
         x_BMD = self.attend(x_BMD, mask)
         normed_BMD = self.norm2(x_BMD)
         mixed_BMD = self.mlp(normed_BMD, mask, grid) if isinstance(self.mlp, MoE) else self.mlp(normed_BMD)
-        return x_BMD + (mixed_BMD if self.scale2 is None else self.scale2 * mixed_BMD)
+        return x_BMD + self.drop_path(mixed_BMD if self.scale2 is None else self.scale2 * mixed_BMD)
 
     def attend(self, x_BMD: Tensor, mask: Tensor | None = None) -> Tensor:
         """The first half of the block."""
         attended_BMD = self.attention(self.norm1(x_BMD), mask)
-        return x_BMD + self.dropout(attended_BMD if self.scale1 is None else self.scale1 * attended_BMD)
+        scaled_BMD = attended_BMD if self.scale1 is None else self.scale1 * attended_BMD
+        return x_BMD + self.drop_path(self.dropout(scaled_BMD))
 
 
 class Encoder(nn.Module):
@@ -124,6 +144,7 @@ class Encoder(nn.Module):
         qk_norm: bool = True,
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
+        drop_path: float = 0.0,
         norm_eps: float = NORM_EPS,
         layer_scale: bool = False,
         last_norm: bool = True,
@@ -136,6 +157,7 @@ class Encoder(nn.Module):
                 Attention(dim, heads, qk_norm=qk_norm, dropout=attention_dropout),
                 make_mlp(index),
                 dropout=dropout,
+                drop_path=drop_path * index / max(1, depth - 1),
                 norm_eps=norm_eps,
                 layer_scale=layer_scale,
             )

@@ -76,9 +76,9 @@ class TwoTower(nn.Module):
             self.image.eval()
         return self
 
-    def set_gradient_checkpointing(self, enabled: bool = True) -> None:
-        self.image.set_gradient_checkpointing(enabled)
-        self.text.encoder.checkpoint_blocks = enabled
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.image.set_grad_checkpointing(enable)
+        self.text.encoder.checkpoint_blocks = enable
 
 
 def unit(x_BE: Tensor) -> Tensor:

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from softmoe.models.config import TextConfig, ViTConfig
+from softmoe.models.conventions import TimmHabits
 from softmoe.models.embed import LearnedPositions, PatchEmbed, SinCosPositions
 from softmoe.models.heads import AttentionPool, FirstPool, Head, LastPool, MeanPool, PreLogits
 from softmoe.models.transformer import MLP, Encoder
 from softmoe.moe.experts import ACTIVATIONS, normal_
 
 
-class VisionTransformer(nn.Module):
+class VisionTransformer(TimmHabits):
     """(B, 3, height, width) in [-1, 1] -> (B, classes) logits, or (B, D) features without a head.
 
     Any image size of at least one patch works: positions are resampled, slots stay as they are.
@@ -50,6 +51,11 @@ class VisionTransformer(nn.Module):
 
     def forward_features(self, images: Tensor) -> Tensor:
         """(B, 3, height, width) -> (B, M, D): the tokens after the last norm; class token and registers come first."""
+        x_BMD, grid = self.embed_images(images)
+        return self.encoder(x_BMD, grid=grid)
+
+    def embed_images(self, images: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        """(B, 3, height, width) -> (B, M, D), the tokens before the first block, and (rows, columns) of the cells."""
         if images.ndim != 4 or images.shape[1] != 3:
             raise ValueError(f"expected images of shape (batch, 3, height, width), got {tuple(images.shape)}")
         grid = self.embed.grid(images.shape[2], images.shape[3])
@@ -59,17 +65,13 @@ class VisionTransformer(nn.Module):
             x_BMD = torch.cat([*(token.expand(x_BMD.shape[0], -1, -1) for token in prefix), x_BMD], dim=1)
         if self.positions is not None:
             x_BMD = x_BMD + self.positions(grid)
-        return self.encoder(self.pre_norm(x_BMD), grid=grid)
+        return self.pre_norm(x_BMD), grid
 
-    def forward_head(self, x_BMD: Tensor, *, pre_logits: bool = False) -> Tensor:
+    def forward_head(self, x_BMD: Tensor, pre_logits: bool = False) -> Tensor:
         """Tokens -> logits, or with `pre_logits` the vector the head would see (what few-shot evaluation uses)."""
         seen_BMD = x_BMD if self.registers is None or self.class_token is not None else x_BMD[:, self.config.prefix :]
         vector_BD = self.pre_logits(self.pool_norm(self.pool(seen_BMD)))
         return vector_BD if pre_logits else self.head(vector_BD)
-
-    def set_gradient_checkpointing(self, enabled: bool = True) -> None:
-        """Keep only the input of each block and compute its inside again in the backward pass."""
-        self.encoder.checkpoint_blocks = enabled
 
 
 def make_encoder(config: ViTConfig | TextConfig) -> Encoder:
@@ -88,6 +90,7 @@ def make_encoder(config: ViTConfig | TextConfig) -> Encoder:
     options: dict[str, Any] = {"qk_norm": c.qk_norm, "dropout": c.dropout, "attention_dropout": c.attention_dropout}
     if isinstance(c, ViTConfig):
         options |= {"norm_eps": c.norm_eps, "layer_scale": c.layer_scale, "last_norm": not c.pool_norm}
+        options["drop_path"] = c.drop_path
     return Encoder(c.width, c.depth, c.heads, make_layer, **options)
 
 

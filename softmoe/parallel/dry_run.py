@@ -49,7 +49,7 @@ def dry_run(config: ViTConfig, sizes: Sizes, images: int, *, checkpointing: bool
         mesh = make_mesh(sizes.expert, sizes.shard)
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = empty_model(config)
-            model.set_gradient_checkpointing(checkpointing)
+            model.set_grad_checkpointing(checkpointing)
             with real_meshes():
                 apply(model, mesh)
             return trace_steps(model, torch.empty(images, 3, *config.image_shape))

@@ -286,7 +286,7 @@ def build_model(
     if config.model.weights is not None:
         start_from(tower, config.model.weights, new_head=config.model.new_head)
     model = model.to(device)
-    model.set_gradient_checkpointing(config.gradient_checkpointing)
+    model.set_grad_checkpointing(config.gradient_checkpointing)
     return model
 
 

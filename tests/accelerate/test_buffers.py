@@ -188,7 +188,7 @@ def test_memory_that_is_still_used_is_waited_for() -> None:
 def test_held_memory_does_not_grow(accumulate: int, checkpointing: bool, precision: str, compiled: bool) -> None:
     """Twenty steps hold at most one buffer for each stack of weights, whoever makes the gradients."""
     model = small()
-    model.set_gradient_checkpointing(checkpointing)
+    model.set_grad_checkpointing(checkpointing)
     optimizer = make_optimizer(model, OptimSection())
     apply(model, optimizer)
     forward = torch.compile(model, backend="aot_eager") if compiled else model

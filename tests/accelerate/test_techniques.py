@@ -122,7 +122,7 @@ def test_what_wraps_the_model(how: str) -> None:
     plain = outputs_and_gradients(model)
     accelerate.apply(model)
     if how == "checkpointing":
-        model.set_gradient_checkpointing(True)
+        model.set_grad_checkpointing(True)
         check(outputs_and_gradients(model), plain)
     elif how == "compile":
         compiled = torch.compile(model, backend="aot_eager")

@@ -129,7 +129,7 @@ def test_gradient_checkpointing(name):
     images = torch.randn(2, 3, 48, 48)
     gradients = []
     for enabled in (False, True):
-        model.set_gradient_checkpointing(enabled)
+        model.set_grad_checkpointing(enabled)
         model.zero_grad()
         torch.manual_seed(1)
         model(images).square().sum().backward()
@@ -143,7 +143,7 @@ def test_gradient_checkpointing_is_only_for_training():
     model = tiny().eval()
     images = torch.randn(1, 3, 48, 48)
     expected = model(images)
-    model.set_gradient_checkpointing()
+    model.set_grad_checkpointing()
     assert torch.equal(model(images), expected)
 
 

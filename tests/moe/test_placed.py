@@ -128,9 +128,9 @@ def test_models_hand_the_grid_over(pool):
         found = dict(zip([name for name, _ in model.named_parameters()], gradients, strict=True))
         for name in ("center", "log_width"):
             assert found[f"encoder.blocks.1.mlp.router.place.{name}"].abs().sum() > 0
-        model.set_gradient_checkpointing()
+        model.set_grad_checkpointing()
         torch.testing.assert_close(model.train()(images), logits)
-        model.set_gradient_checkpointing(False)
+        model.set_grad_checkpointing(False)
 
 
 def test_wrong_grids_and_strengths_are_told():

@@ -105,7 +105,7 @@ def step_once(
 def train_three_steps(
     model: VisionTransformer, rank: int = 0, world: int = 1, *, clip: float = 0.05, checkpointing: bool = False
 ) -> Outcome:
-    model.set_gradient_checkpointing(checkpointing)
+    model.set_grad_checkpointing(checkpointing)
     optimizer, tap = optimizer_of(model), Recording(model)
     first: dict[str, Any] = {}
     for step in range(STEPS):

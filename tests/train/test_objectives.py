@@ -114,7 +114,7 @@ def test_balance_loss_survives_gradient_checkpointing():
     gradients = []
     for again in (False, True):
         model = sparse_model().train()
-        model.set_gradient_checkpointing(again)
+        model.set_grad_checkpointing(again)
         tap = Recording(model)
         with tap:
             logits = model(images)

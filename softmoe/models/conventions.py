@@ -1,0 +1,151 @@
+"""The habits of timm's models on ours, so that code written for those takes ours too.
+
+Letters: B images, M tokens, D width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from softmoe.models.heads import Head
+
+
+class TimmHabits(nn.Module):
+    """The names by which timm's training and feature code speaks to a vision transformer."""
+
+    config: Any
+    encoder: Any
+    head: nn.Module
+    class_token: nn.Parameter | None
+
+    @property
+    def num_classes(self) -> int:
+        """Outputs of the head; 0 without one."""
+        return self.config.num_classes or 0
+
+    @property
+    def embed_dim(self) -> int:
+        """Width of the tokens."""
+        return self.config.width
+
+    @property
+    def num_features(self) -> int:
+        """Width of the vector that the head sees."""
+        return self.config.representation_size or self.config.width
+
+    @property
+    def head_hidden_size(self) -> int:
+        return self.num_features
+
+    def get_classifier(self) -> nn.Module:
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Put a new head on, for so many classes; 0 takes the head off."""
+        if (
+            global_pool is not None
+            and {"avg": "mean", "token": "class", "map": "attention"}.get(global_pool, global_pool) != self.config.pool
+        ):
+            raise ValueError(f"the pool of a trained model stays {self.config.pool!r}, so it cannot be {global_pool!r}")
+        like = next(self.parameters())
+        self.config = replace(self.config, num_classes=num_classes or None)
+        head = Head(self.num_features, num_classes) if num_classes else nn.Identity()
+        self.head = head.to(device=like.device, dtype=like.dtype)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Keep only the input of each block and compute its inside again in the backward pass."""
+        self.encoder.checkpoint_blocks = enable
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """Return the names of the parameters that are not decayed: positions, class token, probe, slot vectors, and the
+        biases of stacked experts, which have two axes and would be taken for matrices."""
+        ends = (".phi", ".probe", ".b1", ".b2", ".center", ".log_width")
+        return {
+            name
+            for name, _ in self.named_parameters()
+            if name.startswith(("positions.", "class_token")) or name.endswith(ends)
+        }
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Return patterns that put parameters into layers, for learning rates that fall from layer to layer."""
+        last = [(r"^encoder\.norm|^pool|^pre_logits", (99999,))]
+        return {"stem": r"^(embed|positions)\.|^class_token$", "blocks": [(r"^encoder\.blocks\.(\d+)", None), *last]}
+
+    def embed_images(self, images: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        raise NotImplementedError
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | Sequence[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> Any:
+        """Return (tokens after the last norm, list of what chosen blocks gave), or the list alone.
+
+        `indices` are block numbers (negative ones from the end), a number is so many last blocks, None is all. Maps are
+        (B, D, rows, columns) with output_fmt NCHW, for segmentation and detection heads, or (B, M, D) with NLC; with
+        `return_prefix_tokens` each comes with its class token (B, 1, D).
+        """
+        if output_fmt not in ("NCHW", "NLC"):
+            raise ValueError(f"output_fmt must be NCHW or NLC, got {output_fmt!r}")
+        depth = len(self.encoder.blocks)
+        taken = self.block_numbers(indices, depth)
+        x_BMD, grid = self.embed_images(x)
+        x_BMD = self.encoder.dropout(x_BMD)
+        prefix = x_BMD.shape[1] - grid[0] * grid[1]
+        found: dict[int, Any] = {}
+        for number, block in enumerate(self.encoder.blocks):
+            if stop_early and number > max(taken):
+                break
+            x_BMD = block(x_BMD, None, grid)
+            if number in taken:
+                tokens_BMD = self.encoder.norm(x_BMD) if norm else x_BMD
+                cells_BMD = tokens_BMD[:, prefix:]
+                value = cells_BMD.transpose(1, 2).unflatten(2, grid) if output_fmt == "NCHW" else cells_BMD
+                found[number] = (value, tokens_BMD[:, :prefix]) if return_prefix_tokens else value
+        intermediates = [found[number] for number in taken]
+        return intermediates if intermediates_only else (self.encoder.norm(x_BMD), intermediates)
+
+    def get_intermediate_layers(
+        self,
+        x: Tensor,
+        n: int | Sequence[int] = 1,
+        reshape: bool = False,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+    ) -> tuple[Any, ...]:
+        """Return what the last `n` blocks, or the blocks of these numbers, gave: tokens, or maps with `reshape`."""
+        form = "NCHW" if reshape else "NLC"
+        return tuple(
+            self.forward_intermediates(
+                x,
+                n,
+                norm=norm,
+                output_fmt=form,
+                intermediates_only=True,
+                return_prefix_tokens=return_prefix_tokens,
+            )
+        )
+
+    @staticmethod
+    def block_numbers(indices: int | Sequence[int] | None, depth: int) -> list[int]:
+        """Return block numbers from 0; ValueError for those that there are not."""
+        if indices is None:
+            return list(range(depth))
+        if isinstance(indices, int):
+            if not 1 <= indices <= depth:
+                raise ValueError(f"the model has {depth} blocks, so not the last {indices} of them")
+            return list(range(depth - indices, depth))
+        wrong = [index for index in indices if not -depth <= index < depth]
+        if wrong or not indices:
+            raise ValueError(f"the model has the blocks 0 to {depth - 1}, not {wrong or 'none'}")
+        return [index % depth for index in indices]
