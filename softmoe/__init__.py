@@ -14,7 +14,9 @@ prepare_environment()  # before anything loads torch
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from softmoe.api import finetune
     from softmoe.budget import cost
+    from softmoe.evaluate import fewshot, predict
     from softmoe.models import create_model, list_models
     from softmoe.moe import SoftMoE
     from softmoe.storage import from_pretrained, hub, save_pretrained
@@ -27,6 +29,9 @@ _HOME = {
     "cost": "softmoe.budget",
     "upcycle": "softmoe.transfer",
     "upcycle_": "softmoe.transfer",
+    "finetune": "softmoe.api",
+    "fewshot": "softmoe.evaluate",
+    "predict": "softmoe.evaluate",
     "from_pretrained": "softmoe.storage",
     "hub": "softmoe.storage",
     "save_pretrained": "softmoe.storage",
@@ -37,9 +42,12 @@ __all__ = [
     "SoftMoE",
     "cost",
     "create_model",
+    "fewshot",
+    "finetune",
     "from_pretrained",
     "hub",
     "list_models",
+    "predict",
     "save_pretrained",
     "upcycle",
     "upcycle_",

@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     **dict.fromkeys(("accelerate", "budget", "parallel", "inference", "convert"), MIDDLE),
     **dict.fromkeys(("train", "evaluate", "inspection"), UPPER),
     "transfer": UPPER | {"train"},
-    **dict.fromkeys(("studies", "recipes", "bench", "report", "cli", "timm"), ALL),
+    **dict.fromkeys(("studies", "recipes", "bench", "report", "cli", "timm", "api"), ALL),
     **dict.fromkeys(("__init__", "__main__"), ALL),
 }
 OPTIONAL = (

@@ -22,11 +22,13 @@ GROUPS = {
         "upcycle": "make a model with experts from a dense one",
         "soup": "average the weights of several fine-tuned models",
         "export": "write a model as a file that runs without softmoe",
+        "upload": "put a model on the Hugging Face Hub, with its card",
         "serve": "answer images over HTTP with classes or embeddings",
     },
     "Measure": {
         "fewshot": "how well a few examples of each class tell the classes apart",
         "report": "one page for one or several runs",
+        "sweep": "a run for each combination of values, and one table: softmoe sweep small_data lr=1e-3,3e-3",
         "study": "one of the paper's experiments: runs, figure and verdict",
         "cost": "parameters, FLOPs and the paper's cost columns, before anything runs",
         "plan": "memory, traffic and step time on many devices, before any hardware exists",

@@ -45,10 +45,7 @@ def main(argv: list[str]) -> int:
         print(json.dumps({"model": a.model, "wrong": wrong, "verdicts": [v.to_dict() for v in verdicts]}, indent=2))
     else:
         print("\n".join(line(v) for v in verdicts))
-        print(
-            f"\n{a.model}: "
-            + (f"{wrong} of {len(verdicts)} checks found something wrong" if wrong else "nothing is wrong")
-        )
+        print(f"\n{a.model}: {summary(verdicts, wrong)}")
     return 1 if wrong else 0
 
 
@@ -107,11 +104,11 @@ def batches_of(a: Arguments, source: "Source", loaded: "Loaded"):
 def run_verdicts(run: "RunRecord") -> "list[Verdict]":
     from softmoe.data import Transform, open_source
     from softmoe.data.batch import TrainBatches
-    from softmoe.inspection.doctor import Verdict, examine_history, examine_loading
+    from softmoe.inspection.doctor import Verdict, examine_accuracy, examine_history, examine_loading
     from softmoe.train.data import buffers_of
 
     c, d = run.config, run.config.data
-    found = examine_history(run.rows, c.schedule.warmup)
+    found = [*examine_history(run.rows, c.schedule.warmup), *examine_accuracy(run.rows, run.classes)]
     try:
         source = open_source(d.train, d.train_split)
     except (ValueError, OSError, ModuleNotFoundError) as error:
@@ -119,6 +116,14 @@ def run_verdicts(run: "RunRecord") -> "list[Verdict]":
     batches = TrainBatches(source, Transform(d.transform, train=True), d.batch_size, c.seed, 1, 0)
     workers = buffers_of(d, d.batch_size, c.device).workers
     return [*found, examine_loading(run.rows, workers, batches, d.batch_size)]
+
+
+def summary(verdicts: "list[Verdict]", wrong: int) -> str:
+    """Say what was looked at, and what came of it."""
+    known = [v.check for v in verdicts if v.wrong is not None]
+    left = len(verdicts) - len(known)
+    told = f"{wrong} of {len(known)} checks found something wrong" if wrong else "nothing is wrong"
+    return f"{told} ({', '.join(dict.fromkeys(known))})" + (f"; {left} could not be made" if left else "")
 
 
 def line(v: "Verdict") -> str:

@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
 
     from softmoe.inspection import plots
     from softmoe.inspection.inspect import write_inspection
-    from softmoe.inspection.page import layers_text
+    from softmoe.inspection.page import NOTES, layers_text
 
     names = [a.model, *([a.compare] if a.compare else [])]
     models = [look(a, name) for name in names]
@@ -50,6 +50,7 @@ def main(argv: list[str]) -> int:
     written = write_inspection(models, out_folder(a), title=title, about={"data": a.data, "split": a.split})
     for model in models:
         print(f"{model.name}: {model.images:,} images\n{layers_text(model)}\n")
+    print("\n".join(f"{columns}: {meaning}" for columns, meaning in NOTES) + "\n")
     if not plots.available():
         print("softmoe: no figures were drawn, they need matplotlib: pip install softmoe-vit[plots]", file=sys.stderr)
     for path in written:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +17,7 @@ from softmoe.cli.parse import parse_run
 
 if TYPE_CHECKING:
     from softmoe.train import Result, TrainConfig
+    from softmoe.train.evaluation import Evaluator
     from softmoe.train.folder import RunFolder
 
 USAGE = """usage: softmoe train RECIPE [--data DATA] [--steps N] [--dry-run] [--section.key value ...]
@@ -68,7 +71,9 @@ def drive(config: TrainConfig, dry_run: bool) -> int:
         print(preview(config))
         return 0
     try:
-        result = train_locked(config) if config.model.locked else train(config)
+        more = more_evaluators(config)
+        with_more = partial(train, evaluators=more) if more else train
+        result = train_locked(config) if config.model.locked else with_more(config)
         return finish(result) if result.rank == 0 else exit_code(result)
     except WorkerDied as error:
         raise OSError(str(error)) from error
@@ -97,6 +102,21 @@ def parse(recipe: str, argv: list[str]) -> tuple[TrainConfig, bool]:
     elif default.model.locked and default.model.weights is None and not {"-h", "--help"} & set(rest):
         raise ValueError(f"give the trained model whose images get texts: softmoe train {recipe} --image MODEL")
     return parse_run(default, rest, prog, new=not begun)
+
+
+def more_evaluators(config: TrainConfig) -> Mapping[str, Evaluator] | None:
+    """Return accuracy and few-shot accuracy, if the settings ask for the latter; None is the default."""
+    if config.evaluation.fewshot is None:
+        return None
+    if config.text.size is not None:
+        raise ValueError("evaluation.fewshot is for classifiers; use softmoe zeroshot on a model with a text tower")
+
+    from softmoe.evaluate.work import fewshot_evaluator
+    from softmoe.storage import Preprocessing
+    from softmoe.train.evaluation import classify
+
+    few = fewshot_evaluator(config.evaluation.fewshot, Preprocessing.of(config.data.transform))
+    return {"val": partial(classify, loss=config.objective.loss), "fewshot": few}
 
 
 def train_locked(config: TrainConfig) -> Result:

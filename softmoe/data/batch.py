@@ -26,6 +26,16 @@ _SMALL = 1 << 16  # bytes of a tensor that are sent as they are
 
 
 @dataclass(frozen=True)
+class Rectangle:
+    """Rows from top up to bottom, columns from left up to right."""
+
+    top: int
+    bottom: int
+    left: int
+    right: int
+
+
+@dataclass(frozen=True)
 class Batch:
     """B images and what is known about them.
 
@@ -37,6 +47,7 @@ class Batch:
     draws     (B,) int64, in training where images have several captions: a random number that chooses one
     mirrored  (B,) bool, in a raw batch: whose left and right are still to be exchanged
     blend     (size,) float32, in a raw batch: the weights of the mixup that is still to be done
+    paste     in a raw batch: the rectangle of the cutmix that is still to be done
     """
 
     images: torch.Tensor
@@ -47,6 +58,7 @@ class Batch:
     draws: torch.Tensor | None = None
     mirrored: torch.Tensor | None = None
     blend: torch.Tensor | None = None
+    paste: Rectangle | None = None
 
     def __len__(self) -> int:
         return len(self.images)
@@ -144,13 +156,15 @@ class TrainBatches(Raw):
 
         batch = _assemble(self.source, self.transform, indices, ready, rngs, self.captions, replace, self.raw)
         batch = with_draws(batch, self.seed, step, first)
-        if not self.transform.config.mixup:
+        c = self.transform.config
+        if not c.mixup and not c.cutmix:
             return batch
-        weights = mixup_weights(self.transform.config.mixup, generators(self.seed, step, [0], _MIXUP)[0])
-        if self.raw:
-            return dataclasses.replace(batch, blend=torch.from_numpy(weights.copy()))
-        images, labels = mixup(batch.images, soft_labels(batch.labels, len(self.source.classes)), weights)
-        return dataclasses.replace(batch, images=images, labels=labels)
+        rng = generators(self.seed, step, [0], _MIXUP)[0]
+        if c.cutmix and (not c.mixup or rng.random() < 0.5):
+            later = dataclasses.replace(batch, paste=draw_rectangle(c.size, c.cutmix, rng))
+        else:
+            later = dataclasses.replace(batch, blend=torch.from_numpy(mixup_weights(c.mixup, rng).copy()))
+        return later if self.raw else mixed(later, len(self.source.classes))
 
 
 def with_draws(batch: Batch, seed: int, step: int, first: int) -> Batch:
@@ -309,6 +323,37 @@ def mixup(
             f"for {len(images)} images."
         )
     return _blend(images, shares), _blend(targets, shares.to(targets.dtype))
+
+
+def draw_rectangle(size: tuple[int, int], concentration: float, rng: np.random.Generator) -> Rectangle:
+    """Draw what cutmix pastes: the share of the area that a symmetric beta distribution gives, anywhere, cut at the
+    border, as in the paper of CutMix."""
+    height, width = size
+    side = np.sqrt(rng.beta(concentration, concentration))
+    row, column = rng.integers(height), rng.integers(width)
+    top, bottom = (int(np.clip(row + sign * height * side / 2, 0, height)) for sign in (-1, 1))
+    left, right = (int(np.clip(column + sign * width * side / 2, 0, width)) for sign in (-1, 1))
+    return Rectangle(top, bottom, left, right)
+
+
+def cutmix(images: torch.Tensor, targets: torch.Tensor, box: Rectangle) -> tuple[torch.Tensor, torch.Tensor]:
+    """Paste a rectangle of the image that follows in the batch into each (B, 3, H, W); targets (B, C) are blended by
+    the area."""
+    rows, columns = slice(box.top, box.bottom), slice(box.left, box.right)
+    pasted = images.clone()
+    pasted[:, :, rows, columns] = images.roll(-1, dims=0)[:, :, rows, columns]
+    share = (box.bottom - box.top) * (box.right - box.left) / (images.shape[2] * images.shape[3])
+    return pasted, (1.0 - share) * targets + share * targets.roll(-1, dims=0)
+
+
+def mixed(batch: Batch, classes: int) -> Batch:
+    """Do the mixup or cutmix that a batch still has before it."""
+    images, labels = batch.images, batch.labels
+    if batch.blend is not None:
+        images, labels = mixup(images, soft_labels(labels, classes), batch.blend)
+    if batch.paste is not None:
+        images, labels = cutmix(images, soft_labels(labels, classes), batch.paste)
+    return dataclasses.replace(batch, images=images, labels=labels, blend=None, paste=None)
 
 
 def _blend(values: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:

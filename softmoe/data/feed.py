@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from softmoe.data.batch import Batch, mixup, soft_labels
+from softmoe.data.batch import Batch, mixed
 
 HOST = ("indices", "draws")
 """Only the host looks at these, to choose captions and to name examples."""
@@ -41,10 +41,7 @@ def finish(batch: Batch, classes: int) -> Batch:
     if batch.mirrored is not None:
         images = torch.where(batch.mirrored[:, None, None, None], images.flip(3), images)
     images = images.to(torch.float32, memory_format=torch.contiguous_format).mul_(2 / 255).sub_(1)
-    labels = batch.labels
-    if batch.blend is not None:
-        images, labels = mixup(images, soft_labels(labels, classes), batch.blend)
-    return dataclasses.replace(batch, images=images, labels=labels, mirrored=None, blend=None)
+    return mixed(dataclasses.replace(batch, images=images, mirrored=None), classes)
 
 
 class Feed:

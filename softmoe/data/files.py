@@ -130,6 +130,39 @@ def tar_members(path: Path) -> Iterator[tuple[str, int, int]]:
         raise ValueError(f"The file {path} is not a readable tar: a header is damaged; pack it again.") from error
 
 
+def fetched(address: str) -> Path:
+    """Return a copy in the cache, made once, of a file at an address that fsspec knows (s3://, gs://, https://).
+
+    The name of the copy holds the address, the size, and the version or time that the store tells: a changed file is a
+    new copy, and reading from it is as exact as from any disk.
+    """
+    import fsspec
+
+    try:
+        system, place = fsspec.core.url_to_fs(address)
+        facts = system.info(place)
+    except FileNotFoundError as error:
+        raise ValueError(f"There is no file {address}.") from error
+    except (ImportError, ValueError, OSError) as error:
+        raise ValueError(f"Cannot reach {address}: {error}") from error
+    version = next((facts[k] for k in ("ETag", "etag", "md5Hash", "mtime", "created") if facts.get(k)), "")
+    key = hashlib.blake2b(f"{address}\0{facts.get('size')}\0{version}".encode(), digest_size=8).hexdigest()
+    target = cache_folder() / f"{key}-{place.rsplit('/', 1)[-1]}"
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{key}-")
+    os.close(handle)
+    try:
+        system.get_file(place, temporary)
+        os.replace(temporary, target)
+    except OSError as error:
+        raise ValueError(f"Cannot copy {address} into {target.parent} ({error}).") from error
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+    return target
+
+
 def unpacked(path: Path) -> Path:
     """`path` itself, or for a .gz (.tgz) file its uncompressed copy in the cache, made once.
 

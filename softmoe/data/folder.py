@@ -46,7 +46,7 @@ class FolderSource(Source):
         self.classes = tuple(titles.get(c, c) for c in classes)
         self._root, self._split = root, split
         self._tar = ByteReader(root) if root.is_file() else None
-        self._labels = np.array([r[0] for r in rows], dtype=np.int32)
+        self.labels = np.array([r[0] for r in rows], dtype=np.int32)
         self._names = Names(r[1] for r in rows)
         self._offsets = np.array([r[2] for r in rows], dtype=np.int64)
         self._sizes = np.array([r[3] for r in rows], dtype=np.int64)
@@ -55,11 +55,11 @@ class FolderSource(Source):
             json.dumps([classes, self.classes]),
             self._names.blob,
             self._sizes.tobytes(),
-            self._labels.tobytes(),
+            self.labels.tobytes(),
         )
 
     def __len__(self) -> int:
-        return len(self._labels)
+        return len(self.labels)
 
     def read(self, index: int, min_side: MinSide = None) -> Example:
         name = f"{self._split}/{self._names[index]}".lstrip("/")
@@ -67,7 +67,7 @@ class FolderSource(Source):
             data = read_member(self._tar, int(self._offsets[index]), int(self._sizes[index]), name)
         else:
             data = read_image_file(self._root / name, name)
-        return Example(decode(data, name, min_side), (int(self._labels[index]),), name=name)
+        return Example(decode(data, name, min_side), (int(self.labels[index]),), name=name)
 
 
 def open_folder(path: str, split: str, *, val: str | None = None) -> FolderSource:

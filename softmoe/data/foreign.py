@@ -35,10 +35,10 @@ class IdxSource(Source):
 
     def __init__(self, images: Path, labels: Path, split: str, classes: int):
         self._images, self._split = images, split
-        self._labels = np.array(_mapped(labels))
-        if self._labels.ndim != 1 or self._pixels.ndim not in (3, 4) or len(self._labels) != len(self._pixels):
+        self.labels = np.array(_mapped(labels))
+        if self.labels.ndim != 1 or self._pixels.ndim not in (3, 4) or len(self.labels) != len(self._pixels):
             raise ValueError(
-                f"{images.name} has the shape {self._pixels.shape} and {labels.name} {self._labels.shape}; "
+                f"{images.name} has the shape {self._pixels.shape} and {labels.name} {self.labels.shape}; "
                 "expected (n, h, w) or (n, h, w, 3) images and (n,) labels."
             )
         height, width, *colors = self._pixels.shape[1:]
@@ -48,7 +48,7 @@ class IdxSource(Source):
                 f"at most {MAX_PIXELS:,} pixels."
             )
         self.classes = tuple(str(i) for i in range(classes))
-        self.fingerprint = fingerprint("idx", list(self._pixels.shape), self._labels.tobytes())
+        self.fingerprint = fingerprint("idx", list(self._pixels.shape), self.labels.tobytes())
 
     @cached_property
     def _pixels(self) -> np.ndarray:
@@ -58,12 +58,12 @@ class IdxSource(Source):
         return {key: value for key, value in vars(self).items() if key != "_pixels"}
 
     def __len__(self) -> int:
-        return len(self._labels)
+        return len(self.labels)
 
     def read(self, index: int, min_side: MinSide = None) -> Example:
         pixels = np.array(self._pixels[index])
         image = np.repeat(pixels[:, :, None], 3, axis=2) if pixels.ndim == 2 else pixels
-        return Example(image, (int(self._labels[index]),), name=f"{self._split}/{index}")
+        return Example(image, (int(self.labels[index]),), name=f"{self._split}/{index}")
 
 
 def open_idx(path: str, split: str) -> IdxSource:
@@ -115,14 +115,14 @@ class DigitsSource(Source):
         """images (n, 8, 8) of 0..16, labels (n,)."""
         self._split = split
         self._images = np.repeat(np.round(images * (255 / 16)).astype(np.uint8)[..., None], 3, axis=3)
-        self._labels = labels.astype(np.int64)
-        self.fingerprint = fingerprint("digits", split, self._images.tobytes(), self._labels.tobytes())
+        self.labels = labels.astype(np.int64)
+        self.fingerprint = fingerprint("digits", split, self._images.tobytes(), self.labels.tobytes())
 
     def __len__(self) -> int:
-        return len(self._labels)
+        return len(self.labels)
 
     def read(self, index: int, min_side: MinSide = None) -> Example:
-        return Example(self._images[index], (int(self._labels[index]),), name=f"digits/{self._split}/{index}")
+        return Example(self._images[index], (int(self.labels[index]),), name=f"digits/{self._split}/{index}")
 
 
 def open_digits(split: str) -> DigitsSource:

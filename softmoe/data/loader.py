@@ -55,8 +55,8 @@ class Loader:
         check_batch(batch_size, world, rank)
         if not len(source):
             raise ValueError("The data source is empty: it holds no examples.")
-        if transform.config.mixup and not source.classes:
-            raise ValueError("mixup blends labels, but this source has none; set mixup to 0.")
+        if (transform.config.mixup or transform.config.cutmix) and not source.classes:
+            raise ValueError("mixup and cutmix blend labels, but this source has none; set both to 0.")
         _check_workers(workers, prefetch)
         self.source, self.workers, self.prefetch, self.max_broken = source, workers, prefetch, max_broken
         self.steps_per_epoch = -(-len(source) // batch_size)

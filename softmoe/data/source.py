@@ -50,8 +50,9 @@ class Source(Protocol):
 
     Some attributes are optional. `read_batch(indices, captions=True) -> list[Example]` where reading many at once is
     faster, and faster still without captions. `read_captions(indices) -> list[tuple[str, ...]]` where captions can be
-    had without the images. `blocks` (sizes of consecutive runs of indices, one per shard) and `mix` (shards read at a
-    time) where examples should be read shard by shard. `generated` is True where examples are drawn without end.
+    had without the images. `labels` (an array of all labels) where they are known without reading. `blocks` (sizes of
+    consecutive runs of indices, one per shard) and `mix` (shards read at a time) where examples should be read shard by
+    shard. `generated` is True where examples are drawn without end.
     """
 
     classes: tuple[str, ...]

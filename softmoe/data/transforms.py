@@ -42,6 +42,7 @@ class TransformConfig:
     rand_magnitude: float = 10.0
     erase: float = 0.0  # the chance that a random rectangle is filled with noise
     mixup: float = 0.0  # concentration of the Dirichlet distribution; 0 is off
+    cutmix: float = 0.0  # the same of pasted rectangles; with both, each batch draws which of the two it gets
     antialias: bool = True  # False: plain bilinear sampling, as the paper's code does
 
     def __post_init__(self) -> None:
@@ -51,6 +52,8 @@ class TransformConfig:
             raise ValueError(f"min_area is a share of the image in (0, 1], not {self.min_area}.")
         if min(self.size) < 1:
             raise ValueError(f"image_size must be positive, not {self.image_size}.")
+        if self.cutmix < 0:
+            raise ValueError(f"cutmix is at least 0, not {self.cutmix}.")
         if not 0 <= self.erase <= 1 or self.mixup < 0 or self.central_ratio < 1 or self.pad < 0:
             raise ValueError(
                 "erase is a chance in [0, 1], mixup and pad are at least 0 and central_ratio at least 1, not "

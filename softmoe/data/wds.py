@@ -3,6 +3,9 @@
     wds:data/{split}-{000..010}.tar      {split} becomes train, val, ...; {000..010} and {a,b} expand as in a
     shell wds:data/{split}/*.tar.gz            * as in a shell; .gz shards are unpacked once into the cache
 
+Shards may lie at any address that fsspec knows (wds:s3://bucket/{split}-{000..010}.tar, gs://, https://); each is
+copied once into the cache ($SOFTMOE_CACHE).
+
 Parts: jpg, jpeg, png or webp; cls (a class number), json ("label": a number, or a list for a multi-label set;
 "caption": a sentence or several) and txt (captions, one a line). Class names come from a classes.json beside
 the shards ({"0": "tench"} or ["tench", ...]), else they are the numbers, up to the largest seen;
@@ -25,13 +28,14 @@ from pathlib import Path
 import numpy as np
 
 from softmoe.data.decode import BrokenImage, decode, read_member
-from softmoe.data.files import ByteReader, Names, parse_json, read_json, tar_members, unpacked
+from softmoe.data.files import ByteReader, Names, fetched, parse_json, read_json, tar_members, unpacked
 from softmoe.data.source import Example, MinSide, Source, count_classes, fingerprint, positive_int, shortened, speakable
 
 _IMAGES = ("jpg", "jpeg", "png", "webp")
 _PARTS = (*_IMAGES, "cls", "json", "txt")
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d{1,18})\.\.(\d{1,18})")
+_ADDRESS = re.compile(r"[a-z][a-z0-9+.\-]*://")
 _MOST_SHARDS = 1_000_000
 _MOST_TEXT = 16_000_000  # bytes of a part that is not an image
 
@@ -71,7 +75,7 @@ class WdsSource(Source):
         self._spans = np.array(spans, dtype=np.int64).reshape(-1, 3, 2)
         counts = [len(row.labels or ()) for row in rows]
         self._label_ends = np.cumsum(counts, dtype=np.int64)
-        self._labels = np.array([label for row in rows for label in row.labels or ()], dtype=np.int64)
+        self.labels = np.array([label for row in rows for label in row.labels or ()], dtype=np.int64)
         if mix is not None:
             self.blocks, self.mix = tuple(np.bincount(self._shard, minlength=len(shards)).tolist()), mix
         self.fingerprint = fingerprint(
@@ -79,7 +83,7 @@ class WdsSource(Source):
             json.dumps(classes),
             self._keys.blob,
             self._spans[:, :, 1].tobytes(),
-            self._labels.tobytes(),
+            self.labels.tobytes(),
             counts,
         )
 
@@ -96,7 +100,7 @@ class WdsSource(Source):
         except ValueError as error:
             raise BrokenImage(name, "its json part is not valid JSON") from error
         start = int(self._label_ends[index - 1]) if index else 0
-        labels = tuple(self._labels[start : int(self._label_ends[index])].tolist())
+        labels = tuple(self.labels[start : int(self._label_ends[index])].tolist())
         return Example(decode(image, name, min_side), labels, captions, name)
 
     def read_captions(self, indices: Sequence[int] | np.ndarray) -> list[tuple[str, ...]]:
@@ -133,14 +137,39 @@ def open_wds(
             f"The pattern {pattern!r} gives the training shards for {split!r} too; write {{split}} where "
             "the name differs, or add ?split_name=any if these are the right shards."
         )
-    files = expand(pattern.replace("{split}", split))
+    named = pattern.replace("{split}", split)
+    remote = _ADDRESS.match(pattern) is not None
+    files = [fetched(address) for address in addresses(named)] if remote else expand(named)
     shards = [unpacked(path) for path in files]
-    titles = [path.name for path in files]
+    titles = [address.rsplit("/", 1)[-1] for address in addresses(named)] if remote else [path.name for path in files]
     rows = [row for number, shard in enumerate(shards) for row in _index(number, shard, titles[number])]
     if not rows:
         raise ValueError(f"The shards of {pattern!r} hold no images; an example needs a part {' or '.join(_IMAGES)}.")
-    names = _class_names(files[0].parent, rows, positive_int("classes", classes) if classes else 0)
+    names = _class_names(
+        _beside(named) if remote else files[0].parent / "classes.json",
+        rows,
+        positive_int("classes", classes) if classes else 0,
+    )
     return WdsSource(titles, shards, rows, names, positive_int("mix", mix) if order == "shards" else None)
+
+
+def addresses(pattern: str) -> list[str]:
+    """List the addresses that a pattern with braces and stars names, such as s3://bucket/train-{000..010}.tar."""
+    if _variants(pattern) > _MOST_SHARDS:
+        raise ValueError(f"The shards {shortened(pattern)!r} are more than {_MOST_SHARDS:,} names.")
+    found: list[str] = []
+    for name in _expand_braces(pattern):
+        if "*" not in name:
+            found.append(name)
+            continue
+        import fsspec
+
+        system, place = fsspec.core.url_to_fs(name)
+        matches = sorted(system.unstrip_protocol(match) for match in system.glob(place))
+        if not matches:
+            raise ValueError(f"No file {name} for the shards {pattern!r}; check the address.")
+        found += matches
+    return found
 
 
 def expand(pattern: str) -> list[Path]:
@@ -238,14 +267,21 @@ def _caption_facts(facts: object) -> tuple[str, ...]:
     return tuple(sentence for sentence in sentences if isinstance(sentence, str))
 
 
-def _class_names(folder: Path, rows: list[_Row], stated: int) -> tuple[str, ...]:
+def _beside(pattern: str) -> Path:
+    """Return a copy of the classes.json beside shards at addresses, or a path where there is nothing."""
+    try:
+        return fetched(f"{pattern.rsplit('/', 1)[0]}/classes.json")
+    except ValueError:
+        return Path("classes.json/is/not/there")
+
+
+def _class_names(file: Path, rows: list[_Row], stated: int) -> tuple[str, ...]:
     labelled = [row for row in rows if row.labels is not None]
     if labelled and len(labelled) < len(rows):
         bare = next(row for row in rows if row.labels is None)
         raise ValueError(f"Some examples have labels but {bare.key} has none; give all or none a cls or json part.")
     largest = max((max(row.labels or (), default=-1) for row in rows), default=-1)
     count = count_classes(largest, len(rows), stated)
-    file = folder / "classes.json"
     if not labelled or not file.is_file():
         return tuple(str(i) for i in range(count))
     titles = read_json(file)

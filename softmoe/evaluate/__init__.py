@@ -1,10 +1,13 @@
 """Model and data -> named numbers: accuracy, few-shot, nearest neighbors, linear probe, prediction; and with texts
 zero-shot, retrieval, search.
 
-Names are loaded when first used: the options of the commands do without torch.
+Names are loaded when first used: the options of the commands do without torch. The room itself can be called:
+`softmoe.evaluate(MODEL, DATA)` is `softmoe.evaluate.evaluate`.
 """
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -76,3 +79,11 @@ def __getattr__(name: str) -> Any:
         if name in names:
             return getattr(import_module(home), name)
     raise AttributeError(f"module 'softmoe.evaluate' has no attribute {name!r}")
+
+
+class _Room(ModuleType):
+    def __call__(self, *args: Any, **options: Any) -> dict[str, Any]:
+        return self.evaluate(*args, **options)
+
+
+sys.modules[__name__].__class__ = _Room

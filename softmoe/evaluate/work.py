@@ -1,17 +1,30 @@
 """The work of the commands for classifiers: evaluate, few-shot and predict."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
+
+from torch import nn
 
 from softmoe.data import Batch, Source, evaluation_batches, open_source
 from softmoe.evaluate.api import Evaluate, FewShot, Predict, as_list
 from softmoe.evaluate.classify import Beside, Prediction, Predictor, Unreadable, count, outputs_of
 from softmoe.evaluate.features import Features, Progress, extract
-from softmoe.evaluate.inputs import Loaded, NewLabels, find_images, load, match_classes, random_subset, read_labels
+from softmoe.evaluate.inputs import (
+    Loaded,
+    NewLabels,
+    evaluation_transform,
+    find_images,
+    load,
+    match_classes,
+    random_subset,
+    read_labels,
+)
 from softmoe.evaluate.mistakes import Mistakes
 from softmoe.evaluate.probes import linear_probe, nearest_neighbors
 from softmoe.evaluate.ridge import few_shot
+from softmoe.models import VisionTransformer
+from softmoe.storage import Preprocessing
 
 
 def run_evaluate(options: Evaluate, progress: Progress | None = None) -> dict[str, Any]:
@@ -91,6 +104,29 @@ def _part(options: FewShot, name: str, part: str) -> Source:
     if part == "train" and examples is None and getattr(source, "generated", False):
         examples = 4 * max(options.shots) * len(source.classes)
     return random_subset(source, examples)
+
+
+def fewshot_evaluator(
+    data: str, preprocessing: Preprocessing
+) -> Callable[[nn.Module, Iterable[Batch]], dict[str, float]]:
+    """Return an evaluator for the training loop: the accuracy of 10 images a class on the model's features.
+
+    It looks at its own data, at most 5,000 training and 2,000 test images, always the same, and not at the batches.
+    """
+    parts = (("train", 5000), ("val", 2000))
+    train, test = (random_subset(open_source(data, split), most) for split, most in parts)
+    transform = evaluation_transform(preprocessing)
+
+    def evaluator(model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
+        if not isinstance(model, VisionTransformer):
+            raise ValueError(
+                "evaluation.fewshot works in one process; evaluate checkpoints with softmoe fewshot instead"
+            )
+        features = [extract(model, source, transform, cache=False) for source in (train, test)]
+        found = few_shot({"data": (features[0], features[1])}, shots=(10,), seeds=1)
+        return {"10shot": found.accuracies["data"][10][0]}
+
+    return evaluator
 
 
 def run_predict(options: Predict, progress: Progress | None = None) -> tuple[list[Prediction], list[Unreadable]]:

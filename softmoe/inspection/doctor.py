@@ -34,7 +34,10 @@ LOSS_RISE = 1.2
 LOADER_BUSY = 0.8
 SERIAL_SHARE = 0.3
 SCALE_DRIFT = 30.0
+LEARNED = 2.0  # times chance
+OVERFIT = 1.15
 _LINES = 8
+_EARLY = 100  # steps
 
 
 @dataclass(frozen=True)
@@ -229,6 +232,29 @@ def examine_history(rows: Rows, warmup: int = 0) -> list[Verdict]:
     if not training:
         return [Verdict("course of training", None, "metrics.jsonl has no line of training yet")]
     return [_skipped(training), _spikes(training, warmup), _loss(training), *_drift(training)]
+
+
+def examine_accuracy(rows: Rows, classes: int) -> list[Verdict]:
+    """Judge what the run has learned: its accuracy against chance, and its validation loss against its best."""
+    judged = [row for row in rows if row.get("val/top1") is not None and row.get("val/loss") is not None]
+    if not judged or not classes:
+        return [Verdict("accuracy", None, "metrics.jsonl has no evaluation yet")]
+    last, best = judged[-1], min(judged, key=lambda row: row["val/loss"])
+    found, chance = last["val/top1"], 1 / classes
+    figure = f"top-1 {found:.1%} at step {last['step']}, chance is {chance:.1%}"
+    advice = "the model has learned nothing yet: train longer, check the labels, or try another schedule.peak"
+    early = last["step"] < _EARLY
+    verdicts = [Verdict("accuracy", None if early else found < LEARNED * chance, figure, "twice chance", advice)]
+    train = next((row["loss"] for row in reversed(rows) if row.get("loss") is not None), None)
+    gap = f"validation loss {last['val/loss']:.3f}, lowest {best['val/loss']:.3f} at step {best['step']}"
+    told = gap if train is None else f"{gap}, training loss {train:.3f}"
+    advice = (
+        "the model learns its training images by heart: more augmentation (data.transform), mixup, dropout or decay, "
+        "fewer steps, or evaluation.patience to stop in time"
+    )
+    over = last["val/loss"] > OVERFIT * best["val/loss"] and train is not None and train < last["val/loss"]
+    limit = f"at most {OVERFIT:g} times the lowest"
+    return [*verdicts, Verdict("train and validation", None if early else over, told, limit, advice)]
 
 
 def _skipped(rows: Rows) -> Verdict:

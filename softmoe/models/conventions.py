@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from softmoe.models.heads import Head
@@ -59,7 +58,6 @@ class TimmHabits(nn.Module):
         """Keep only the input of each block and compute its inside again in the backward pass."""
         self.encoder.checkpoint_blocks = enable
 
-    @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         """Return the names of the parameters that are not decayed: positions, class token, probe, slot vectors, and the
         biases of stacked experts, which have two axes and would be taken for matrices."""
@@ -70,7 +68,6 @@ class TimmHabits(nn.Module):
             if name.startswith(("positions.", "class_token")) or name.endswith(ends)
         }
 
-    @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return patterns that put parameters into layers, for learning rates that fall from layer to layer."""
         last = [(r"^encoder\.norm|^pool|^pre_logits", (99999,))]

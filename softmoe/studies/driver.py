@@ -112,9 +112,17 @@ class Done:
 
 
 def run_study(
-    study: ModuleType, lab: Lab, store: Store, *, jobs: int = 1, collect: bool = False, say: Say = print
+    study: ModuleType,
+    lab: Lab,
+    store: Store,
+    *,
+    jobs: int = 1,
+    collect: bool = False,
+    verdict: bool = True,
+    say: Say = print,
 ) -> Done:
-    """Run a study to its verdict. `collect` runs nothing: table, figure and verdict are those of what is done."""
+    """Run a study to its verdict. `collect` runs nothing: table, figure and verdict are those of what is done. Without
+    `verdict` there is only the table, for runs that are too short to mean anything."""
     cells = list(study.cells(lab))
     folder = store.out / name_of(study)
     pending = [] if collect else unfinished(cells, store)
@@ -130,7 +138,7 @@ def run_study(
         return Done(store.table(cells), failures=failures, stopped=True)
     table = complete(study, lab, store.table(cells))
     files = [write_results(folder, table)]
-    if len(table):
+    if len(table) and verdict:
         claims = list(study.claims(table))
         files += conclude(study, lab, table, claims, folder)
         return Done(table, claims, files, failures)

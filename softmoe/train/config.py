@@ -87,6 +87,9 @@ class ObjectiveSection:
     """Cross-entropy: one class of many, or each class by itself (summed over the classes, as in the paper). With a text
     tower: the one caption of many (CLIP), or each pair by itself (SigLIP, as in the paper)."""
     label_smoothing: float = 0.0
+    balance: float = 0.0
+    """Weight images by (mean number of images of a class / that of their class) to this power: 1 makes every class
+    count the same, however few images it has; 0.5 is half way."""
     auxiliary_weight: float = 1.0
     """Factor of the balance losses of sparse routers."""
 
@@ -99,6 +102,10 @@ class EvaluationSection:
     """Evaluate on this many validation images only."""
     best: str = "val/top1"
     """The number whose largest value marks the best checkpoint."""
+    patience: int | None = None
+    """Stop after so many evaluations in a row that found nothing better (early stopping); None goes to the end."""
+    fewshot: str | None = None
+    """Data of other classes: each evaluation also gives the accuracy of 10 images a class on the features."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +195,7 @@ class TrainConfig:
             "max_bad_steps": self.max_bad_steps,
             "evaluation.every": self.evaluation.every,
             "evaluation.examples": self.evaluation.examples,
+            "evaluation.patience": self.evaluation.patience,
             "checkpoint.every": self.checkpoint.every,
             "checkpoint.keep_last": self.checkpoint.keep_last,
             "checkpoint.keep_every": self.checkpoint.keep_every,
@@ -239,6 +247,7 @@ class TrainConfig:
             "optim.eps": o.eps,
             "optim.momentum": o.momentum,
             "objective.auxiliary_weight": self.objective.auxiliary_weight,
+            "objective.balance": self.objective.balance,
             "log.seconds": self.log.seconds,
             "parallel.timeout": self.parallel.timeout,
             **{f"optim.{key} of {pattern!r}": value for key, rules in patterns for pattern, value in rules},
@@ -268,7 +277,9 @@ class TrainConfig:
             return
         without = {
             "data.transform.mixup": self.data.transform.mixup,
+            "data.transform.cutmix": self.data.transform.cutmix,
             "objective.label_smoothing": self.objective.label_smoothing,
+            "objective.balance": self.objective.balance,
             "optim.layer_decay": self.optim.layer_decay,
             "model.num_classes": self.model.num_classes,
         }

@@ -1,11 +1,12 @@
 """A recipe made to fit a run: what was not set by hand follows the number of steps and the size of the data."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
 from softmoe.data import open_source
 from softmoe.storage.files import flatten
-from softmoe.train.config import TrainConfig
+from softmoe.train.config import ModelSection, TrainConfig
 
 ROWS, EVALUATIONS = 10, 4  # of a run that is shorter than its recipe, at least
 
@@ -38,7 +39,7 @@ def fit(config: TrainConfig, recipe: TrainConfig, given: Collection[str] = ()) -
         return config, ""
     told = ", ".join(f"{key} {value} (was {before[key]})" for key, value in wanted.items())
     why = f"a run of {config.steps} steps, the recipe has {recipe.steps}" if "log.every" in wanted else "made to fit"
-    return changed(config, wanted), f"{why}: {told}"
+    return set_keys(config, wanted), f"{why}: {told}"
 
 
 def shorter(config: TrainConfig, share: float) -> dict[str, int | None]:
@@ -54,8 +55,18 @@ def shorter(config: TrainConfig, share: float) -> dict[str, int | None]:
     }
 
 
-def changed(config: TrainConfig, values: dict[str, int | None]) -> TrainConfig:
+def set_keys(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
+    """Return the settings with other values, by whole keys such as data.transform.flip or model.top_k."""
     for key, value in values.items():
-        section, name = key.split(".")
-        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+        section, _, name = key.partition(".")
+        config = replace(config, **{section: _with(getattr(config, section), name, value)})
     return config
+
+
+def _with(part: Any, path: str, value: Any) -> Any:
+    if not path:
+        return value
+    if isinstance(part, ModelSection):
+        return part.change(**{path: value})
+    name, _, rest = path.partition(".")
+    return replace(part, **{name: _with(getattr(part, name), rest, value)})

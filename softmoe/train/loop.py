@@ -5,6 +5,7 @@ run that was killed anywhere and started again ends with the same bits as one th
 """
 
 import logging
+import math
 import signal
 import threading
 import time
@@ -121,7 +122,7 @@ def train(
 
 def run_steps(run: Run, stop: StopRequest) -> None:
     config, done = run.config, run.done
-    if done.step >= config.steps:
+    if done.step >= config.steps or stale(run):
         return
     clock, start = Clock(), time.perf_counter()
     feed = run.data.feed(run.data.loader.batches(done.step), run.device)
@@ -141,7 +142,24 @@ def run_steps(run: Run, stop: StopRequest) -> None:
         after_step(run, clock, log_now=log_now)
         if log_now:
             report_starving(run, feed)
+        if stale(run):
+            stop.signal, _ = answer()
+            save(run)
+            return
         start = time.perf_counter()
+
+
+def stale(run: Run) -> bool:
+    """Whether the evaluations have found nothing better for as long as the run is patient."""
+    patience = run.config.evaluation.patience
+    if patience is None or run.done.stale < patience:
+        return False
+    best = run.done.best or {}
+    run.progress.report(
+        f"stopped at step {run.done.step}: no evaluation since step {best.get('step')} was better than "
+        f"{best.get('name')} {best.get('value', math.nan):.4f}"
+    )
+    return True
 
 
 def after_step(run: Run, clock: Clock, *, log_now: bool) -> None:

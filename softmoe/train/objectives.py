@@ -9,11 +9,12 @@ Letters: B images of this process, C classes.
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from softmoe.data import Tokenizer
+from softmoe.data import Source, Tokenizer
 from softmoe.models import Embeddings
 from softmoe.models.classification import LOSSES, class_weights
 from softmoe.moe.routing import no_autocast
@@ -33,17 +34,35 @@ Objective = Callable[[nn.Module, Any], tuple[Tensor, dict[str, Tensor]]]
 objective/NAME. The names are the same at every step and on every process."""
 
 
-def make_objective(config: ObjectiveSection) -> Objective:
-    """Classification: labels are class numbers (B,), or weights per class (B, C) (multi-label, mixup)."""
+def make_objective(config: ObjectiveSection, weight_C: Tensor | None = None) -> Objective:
+    """Classification: labels are class numbers (B,), or weights per class (B, C) (multi-label, mixup). `weight_C` is
+    what an image of each class counts."""
     loss_function = LOSSES[config.loss]
 
     def objective(model: nn.Module, batch: Labeled) -> tuple[Tensor, dict[str, Tensor]]:
         logits_BC = model(batch.images)
         targets_BC = class_weights(batch.labels, logits_BC.shape[-1], config.label_smoothing)
-        loss = loss_function(logits_BC, targets_BC).mean()
-        return loss, {}
+        losses_B = loss_function(logits_BC, targets_BC)
+        if weight_C is not None:
+            share_BC = targets_BC / targets_BC.sum(1, keepdim=True).clamp(min=1e-6)
+            losses_B = losses_B * (share_BC @ weight_C.to(share_BC))
+        return losses_B.mean(), {}
 
     return objective
+
+
+def balance_weights(source: Source, power: float) -> Tensor | None:
+    """(C,): what an image of each class counts, 1 in the mean over all images; None where all count the same."""
+    if not power:
+        return None
+    labels = getattr(source, "labels", None)
+    if labels is None:
+        raise ValueError(
+            "objective.balance needs the number of images of each class: folders, wds:, idx: and digits have it"
+        )
+    count_C = torch.from_numpy(np.bincount(labels, minlength=len(source.classes))).double().clamp(min=1)
+    weight_C = (count_C.mean() / count_C) ** power
+    return (weight_C * count_C.sum() / (weight_C * count_C).sum()).float()
 
 
 class Contrastive:

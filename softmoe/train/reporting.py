@@ -118,6 +118,7 @@ def evaluate(run: Run) -> bool:
     if not run.progress.quiet:
         run.progress.report(f"step {done.step}: " + ", ".join(f"{n} {value:.4f}" for n, value in numbers.items()))
     improved = not done.bad_in_a_row and (done.best is None or numbers[key] > done.best["value"])
+    done.stale = 0 if improved else done.stale + 1
     if improved:
         done.best = {"step": done.step, "name": key, "value": numbers[key]}
     if not run.team.leads:

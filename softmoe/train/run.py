@@ -29,7 +29,7 @@ from softmoe.train.evaluation import Evaluator, classify, match_pairs
 from softmoe.train.folder import RunFolder
 from softmoe.train.health import HealthWatch
 from softmoe.train.log import MetricsFile, Progress, Sink
-from softmoe.train.objectives import Contrastive, Objective, make_objective
+from softmoe.train.objectives import Contrastive, Objective, balance_weights, make_objective
 from softmoe.train.optim import make_optimizer
 from softmoe.train.schedule import Schedule, make_schedule
 
@@ -69,6 +69,8 @@ class TrainState:
     best: dict[str, Any] | None = None
     evaluation: dict[str, Any] | None = None
     """Step and numbers of the last evaluation."""
+    stale: int = 0
+    """Evaluations since the best one."""
     evaluating: bool = False
     """An evaluation has begun and not ended: a run that stopped there makes up for it when it goes on."""
 
@@ -228,7 +230,11 @@ def build(
         keep_logits_only(model)
     progress.report(str(report))
     if objective is None:
-        objective = contrastive(config, data) if isinstance(model, TwoTower) else make_objective(config.objective)
+        objective = (
+            contrastive(config, data)
+            if isinstance(model, TwoTower)
+            else make_objective(config.objective, balance_weights(data.train, config.objective.balance))
+        )
     return Run(
         config=config,
         folder=folder,

@@ -1,0 +1,66 @@
+"""Training from scripts and notebooks in one call, as the command line does it.
+
+    softmoe.train("small_data", "photos", epochs=5, lr=1e-3)         the room softmoe.train can be called
+    softmoe.finetune("runs/small_data", "other_photos", steps=300)
+
+The other commands are functions as well: softmoe.evaluate(MODEL, DATA), softmoe.predict(MODEL, IMAGES),
+softmoe.fewshot(MODEL, DATA). Settings are those of the command line, by their whole key ({"schedule.peak": 1e-3}) or by
+its last part.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from softmoe import recipes
+from softmoe.cli.habits import whole_key
+from softmoe.cli.train import more_evaluators
+from softmoe.models.config import router_options
+from softmoe.storage.files import flatten
+from softmoe.train import Result, TrainConfig
+from softmoe.train import train as run_to_the_end
+from softmoe.train.fit import fit, set_keys, steps_of
+from softmoe.train.folder import free_name, write_model
+from softmoe.transfer import transfer_config
+
+
+def train(recipe: str, data: str | Path | None = None, **settings: Any) -> Result:
+    """Train from a recipe (its name, or a .py file) on images, and save the model in the run's folder.
+
+    `softmoe.from_pretrained(result.folder.path)` is the model, `result.numbers` the last evaluation. A call with the
+    same settings continues a run that was stopped.
+    """
+    return _run(recipes.load(recipe), data, settings)
+
+
+def finetune(
+    model: str | Path,
+    data: str | Path,
+    *,
+    image_size: int | tuple[int, int] | None = None,
+    **settings: Any,
+) -> Result:
+    """Train a saved model on other classes, at any image size."""
+    return _run(transfer_config(recipes.load("finetune"), model, image_size=image_size), data, settings)
+
+
+def _run(recipe: TrainConfig, data: str | Path | None, settings: dict[str, Any]) -> Result:
+    keys = [*flatten(recipe.to_dict()), *(f"model.{name}" for name in router_options())]
+    epochs = settings.pop("epochs", None)
+    given = {whole_key(name, keys): value for name, value in settings.items()}
+    if data is not None:
+        given["data.train"] = str(data)
+    for key in given:
+        if key not in keys:
+            raise ValueError(f"there is no setting {key!r}; `softmoe train RECIPE --help` lists them")
+    config = set_keys(recipe, given)
+    if epochs is not None:
+        config = replace(config, steps=steps_of(epochs, config))
+    config, fitted = fit(config, recipe, given)
+    config, placed = free_name(config, recipe, named="run_name" in given)
+    if not config.log.quiet:
+        print(*filter(None, (fitted, placed)), sep="\n", end="\n" if fitted or placed else "")
+    result = run_to_the_end(config, evaluators=more_evaluators(config))
+    if result.rank == 0 and result.signal is None:
+        write_model(result.folder)
+    return result
