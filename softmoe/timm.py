@@ -2,23 +2,36 @@
 
     import softmoe.timm, timm
     model = timm.create_model("softmoe_soft_s16_128e", num_classes=10, img_size=224)
+    maps = timm.create_model("softmoe_soft_s16_128e", features_only=True, out_indices=(5, 11))
 
 Names are ours with `softmoe_` in front (dots of timm's own would mean a set of weights). Nothing is downloaded.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
-from softmoe.models import VisionTransformer, create_model, list_models
+from softmoe.models import create_model, list_models
 
 PREFIX = "softmoe_"
 
 
-def make(name: str, pretrained: bool = False, **options: Any) -> VisionTransformer:
-    """The model called `name`, by timm's calling convention.
+POOLS = {"avg": "mean", "token": "class", "map": "attention"}
 
-    timm passes what it knows of every model; of that `img_size` is our image_size, zero classes mean no head, and its
-    bookkeeping (pretrained_cfg and the like) is not for us. The mean and deviation of the pixels are what timm's data
-    pipeline asks the model for.
+
+def make(
+    name: str,
+    pretrained: bool = False,
+    *,
+    features_only: bool = False,
+    out_indices: int | Sequence[int] | None = None,
+    **options: Any,
+) -> Any:
+    """The model called `name`, by timm's calling convention; with `features_only` timm's wrapper, which gives the maps
+    of the blocks `out_indices` (all if None).
+
+    timm passes what it knows of every model; of that `img_size` is our image_size, `global_pool` our pool, zero classes
+    mean no head, and its bookkeeping (pretrained_cfg and the like) is not for us. The mean and deviation of the pixels
+    are what timm's data pipeline asks the model for.
     """
     if pretrained:
         raise ValueError(f"there are no weights to download for {name}: load your own with softmoe.from_pretrained")
@@ -26,12 +39,22 @@ def make(name: str, pretrained: bool = False, **options: Any) -> VisionTransform
         options.pop(key, None)
     if "img_size" in options:
         options["image_size"] = options.pop("img_size")
-    if options.get("num_classes", 1000) == 0:
+    if (pool := options.pop("global_pool", None)) is not None:
+        options["pool"] = POOLS.get(pool, pool)
+    if options.get("num_classes", 1000) == 0 or features_only:
         options["num_classes"] = None
     model = create_model(name, **options)
     size = (3, *model.config.image_shape)
     model.pretrained_cfg = {"input_size": size, "mean": (0.5,) * 3, "std": (0.5,) * 3}  # pyright: ignore
-    return model
+    if not features_only:
+        return model
+    from timm.models._features import FeatureGetterNet  # pyright: ignore[reportMissingImports]
+
+    c = model.config
+    model.feature_info = [  # pyright: ignore
+        {"num_chs": c.width, "reduction": c.patch_size, "module": f"encoder.blocks.{i}"} for i in range(c.depth)
+    ]
+    return FeatureGetterNet(model, out_indices=list(range(c.depth)) if out_indices is None else out_indices)
 
 
 def register() -> list[str]:
@@ -51,7 +74,7 @@ def register() -> list[str]:
 def entry_point(name: str):
     """A function with the name and the module that timm's registry looks at."""
 
-    def create(pretrained: bool = False, **options: Any) -> VisionTransformer:
+    def create(pretrained: bool = False, **options: Any) -> Any:
         return make(name, pretrained, **options)
 
     create.__name__ = create.__qualname__ = f"{PREFIX}{name}"

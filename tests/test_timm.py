@@ -1,13 +1,19 @@
 """Our models in timm's registry. timm is not a dependency, so its registration is stood in for where it is absent."""
 
 import importlib
+import importlib.util
+import re
 import sys
 import types
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
 
 from softmoe import list_models
+
+SMALL = {"width": 16, "depth": 3, "mlp_dim": 16, "heads": 2, "img_size": 32}
 
 
 @pytest.fixture
@@ -54,3 +60,56 @@ def test_without_timm_the_extra_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "softmoe.timm", raising=False)
     with pytest.raises(ImportError, match=r"softmoe-vit\[timm\]"):
         importlib.import_module("softmoe.timm")
+
+
+@pytest.fixture
+def real(monkeypatch):
+    """timm itself, if it is installed. torchvision comes compiled for one build of torch and cannot be imported beside
+    another: its operators, none of which timm's models use, are then declared first."""
+    if importlib.util.find_spec("timm") is None or importlib.util.find_spec("torchvision") is None:
+        pytest.skip("timm is not installed")
+    monkeypatch.delitem(sys.modules, "softmoe.timm", raising=False)
+    spec = importlib.util.find_spec("torchvision")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    if not hasattr(torch.ops.torchvision, "nms"):
+        text = (Path(spec.submodule_search_locations[0]) / "_meta_registrations.py").read_text()
+        library = torch.library.Library("torchvision", "DEF")
+        for name in re.findall(r'(?:register_meta\("|register_fake\("torchvision::)(\w+)"', text):
+            library.define(f"{name}(Tensor x) -> Tensor")
+        monkeypatch.setitem(globals(), "_kept", library)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import timm  # pyright: ignore[reportMissingImports]
+        import timm.data
+        import timm.optim
+
+        importlib.import_module("softmoe.timm")
+        yield timm
+    sys.modules.pop("softmoe.timm", None)
+
+
+def test_with_timm_itself(real):
+    """What timm's train.py and validate.py pass and ask for: arguments, transforms, groups by layer, a step, maps."""
+    name = "softmoe_soft_s16_4e" if "softmoe_soft_s16_4e" in real.list_models() else "softmoe_soft_s16_32e"
+    arguments = {"in_chans": 3, "drop_rate": 0.1, "drop_path_rate": 0.1, "global_pool": "avg", "scriptable": False}
+    model = real.create_model(name, pretrained=False, num_classes=7, num_experts=4, **arguments, **SMALL)
+    assert (model.num_classes, model.config.drop_path, model.config.pool) == (7, 0.1, "mean")
+    config = real.data.resolve_data_config({}, model=model)
+    assert config["input_size"] == (3, 32, 32)
+    assert config["mean"] == config["std"] == (0.5, 0.5, 0.5)
+    optimizer = real.optim.create_optimizer_v2(model, opt="adamw", lr=1e-3, weight_decay=0.05, layer_decay=0.5)
+    of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    scale = {name: of[id(p)]["lr_scale"] for name, p in model.named_parameters()}
+    decay = {name: of[id(p)]["weight_decay"] for name, p in model.named_parameters()}
+    assert scale["head.weight"] == 1.0
+    assert scale["embed.proj.weight"] < scale["encoder.blocks.0.attention.qkv.weight"] < scale["head.weight"]
+    assert decay["encoder.blocks.2.mlp.router.phi"] == decay["positions.table"] == 0.0
+    assert decay["encoder.blocks.2.mlp.experts.w1"] == 0.05
+    before = model.head.weight.detach().clone()
+    torch.nn.functional.cross_entropy(model(torch.randn(4, 3, 32, 32)), torch.arange(4)).backward()
+    optimizer.step()
+    assert not torch.equal(before, model.head.weight)
+    maps = real.create_model(name, features_only=True, out_indices=(0, 2), num_experts=4, **SMALL)
+    assert [found.shape for found in maps(torch.randn(1, 3, 32, 32))] == [(1, 16, 2, 2)] * 2
+    assert maps.feature_info.channels() == [16, 16]
