@@ -296,9 +296,7 @@ def _labels(source: Source, examples: list[Example]) -> torch.Tensor:
 
 def soft_labels(labels: torch.Tensor, classes: int) -> torch.Tensor:
     """(B, C) float32 from (B,) class numbers; what is float already is returned as it is."""
-    if labels.is_floating_point():
-        return labels
-    return torch.nn.functional.one_hot(labels, classes).to(torch.float32)
+    return labels if labels.is_floating_point() else torch.nn.functional.one_hot(labels, classes).to(torch.float32)
 
 
 def mixup_weights(concentration: float, rng: np.random.Generator, size: int = 2) -> np.ndarray:
