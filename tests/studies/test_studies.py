@@ -9,6 +9,7 @@ from drawings import ink, keep_figures, points
 
 from softmoe.cli import main
 from softmoe.studies import find, names
+from softmoe.studies.driver import Store, run_study
 from softmoe.studies.lab import make_lab
 
 
@@ -22,7 +23,9 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_study_ends_with_table_figure_and_verdict(name: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No panel of the figure is empty or without labels, and each can be seen in the file."""
     kept = keep_figures(monkeypatch)
-    assert main(["study", name, "--scale", "tiny", "--out", str(out)]) == 0
+    done = run_study(find(name), make_lab("tiny"), Store(out))
+    assert not done.stopped
+    assert not done.failures
     folder = out / name
     rows = list(csv.DictReader((folder / "results.csv").read_text().splitlines()))
     assert rows
@@ -35,6 +38,13 @@ def test_every_study_ends_with_table_figure_and_verdict(name: str, out: Path, mo
     verdict = json.loads((folder / "verdict.json").read_text())
     assert verdict["claims"]
     assert all(claim["verdict"] != "not run" for claim in verdict["claims"]), "a claim names cells that do not exist"
+
+
+def test_tiny_is_a_smoke_test(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """On the command line three steps end in a table and the words, without a verdict and a picture of noise."""
+    assert main(["study", "slot_correlation", "--scale", "tiny", "--out", str(tmp_path)]) == 0
+    assert "smoke test" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "slot_correlation").iterdir()] == ["results.csv"]
 
 
 @pytest.mark.parametrize("name", names())
