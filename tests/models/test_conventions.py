@@ -6,7 +6,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from softmoe.models import VisionTransformer, create_model
-from softmoe.moe import SoftMoE
 
 TINY = {"image_size": 32, "patch_size": 8, "width": 16, "depth": 3, "mlp_dim": 16, "heads": 2, "num_experts": 4}
 
@@ -76,7 +75,7 @@ def test_a_small_segmentation_head_learns():
         maps = backbone.forward_intermediates(images, [1, 2], norm=True, intermediates_only=True)
         return F.interpolate(head(torch.cat(maps, 1)), scale_factor=8)
 
-    for _ in range(25):
+    for _ in range(40):
         optimizer.zero_grad()
         F.cross_entropy(logits(), target).backward()
         optimizer.step()
@@ -135,4 +134,3 @@ def test_drop_path():
     assert set(kept.unique().tolist()) == {0.0, 2.0}
     assert (kept.std((1, 2)) == 0).all()
     assert kept.mean() == pytest.approx(1.0, abs=0.1)
-    assert isinstance(made.encoder.blocks[2].mlp, SoftMoE) or made.encoder.blocks[2].mlp is not None

@@ -57,7 +57,7 @@ def photos(tmp_path: Path) -> Path:
     return tmp_path / "photos"
 
 
-def test_early_stopping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_early_stopping(tmp_path: Path):
     """A run ends after so many evaluations without a better one, saves, and stays ended when it is started again."""
     config = quickstart.tiny()
     evaluation = replace(config.evaluation, every=1, patience=3)
@@ -95,7 +95,6 @@ def test_one_call(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """softmoe.train trains from a recipe with settings by name, softmoe.evaluate and predict take its run, finetune
     goes on from it; the rooms of these names are still rooms."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.stderr", open(tmp_path / "log", "w"))  # noqa: SIM115
     made = softmoe.train("small_data", photos, steps=3, image_size=16, **SETTINGS)
     assert made.step == 3
     assert made.folder.path == Path("runs/small_data")
