@@ -34,6 +34,7 @@ _HOME = {
     "predict": "softmoe.evaluate",
     "from_pretrained": "softmoe.storage",
     "hub": "softmoe.storage",
+    "push_to_hub": "softmoe.storage.hub",
     "save_pretrained": "softmoe.storage",
 }
 _ROOMS = tuple(module.name for module in iter_modules(__path__) if module.ispkg)
@@ -48,6 +49,7 @@ __all__ = [
     "hub",
     "list_models",
     "predict",
+    "push_to_hub",
     "save_pretrained",
     "upcycle",
     "upcycle_",

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 from typing import Literal
 
 from softmoe.cli.parse import parse, parse_size
@@ -12,12 +13,12 @@ class Arguments:
     """Parameters, multiply-accumulates and FLOPs per image, in total and by part."""
 
     names: tuple[str, ...] = ()
-    """Models, like vit_s16, soft_s16_128e or experts_choice_b16_32e."""
+    """Models, like vit_s16, soft_s16_128e or experts_choice_b16_32e; or folders of saved models and runs."""
     _: KW_ONLY
     classes: int = 1000
-    """Outputs of the head; 0 is a model without a head."""
+    """Outputs of the head; 0 is a model without a head. A saved model has its own."""
     image_size: str = "224"
-    """Pixels, or HEIGHTxWIDTH."""
+    """Pixels, or HEIGHTxWIDTH. A saved model has its own."""
     convention: Literal["ours", "paper"] = "ours"
     """Sparse routers: our dispatch by index, or the one-hot products that the paper's tables count."""
     json: bool = False
@@ -37,12 +38,18 @@ def main(argv: list[str]) -> int:
     from softmoe.budget import report
     from softmoe.budget.count import cost
     from softmoe.models import model_config
+    from softmoe.storage import open_saved
 
     if arguments.paper:
         print(json.dumps(report.paper_values(), indent=2) if arguments.json else report.paper_report())
         return 0
     classes = arguments.classes or None
-    models = {name: model_config(name, num_classes=classes, image_size=image_size) for name in arguments.names}
+    models = {
+        name: open_saved(name).config
+        if Path(name).is_dir() or "/" in name
+        else model_config(name, num_classes=classes, image_size=image_size)
+        for name in arguments.names
+    }
     if arguments.json:
         values = {name: cost(c, convention=arguments.convention).to_dict() for name, c in models.items()}
         print(json.dumps(values, indent=2))

@@ -1,7 +1,10 @@
 """From dataclasses to the command line and back, with tyro: the only file that knows how."""
 
+import contextlib
+import io
 import itertools
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, make_dataclass, replace
@@ -55,7 +58,7 @@ def parse(command: type[Command], argv: list[str], name: str) -> Command:
         given.append(("threads", count, field(default=None, kw_only=True)))
     words = make_dataclass(command.__name__, given, bases=(command,), frozen=True)
     config = (tyro.conf.FlagCreatePairsOff,)
-    found: Any = tyro.cli(words, args=argv, prog=f"softmoe {name}", description=command.__doc__, config=config)
+    found: Any = read_words(words, args=argv, prog=f"softmoe {name}", description=command.__doc__, config=config)
     use_threads(found.threads)
     values = {f.name: getattr(found, f.name) for f in fields(command)}  # pyright: ignore[reportArgumentType]
     for key, value in values.items():
@@ -64,6 +67,28 @@ def parse(command: type[Command], argv: list[str], name: str) -> Command:
     if not values.get("overwrite"):
         check_new(values.get("out"))
     return command(**values)
+
+
+def read_words(command: Any, **options: Any) -> Any:
+    """Make what the words describe, with tyro; a mistake in them is one line and a ValueError, as all others are."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(command, **options)
+    except SystemExit as end:
+        if end.code != 2:
+            raise
+        raise ValueError(one_line(said.getvalue())) from None
+
+
+def one_line(box: str) -> str:
+    """Return what tyro says in a box with a title as one line without them."""
+    lines = [re.sub(r"[│╭╮╰╯]|[─-]{3,}|─", " ", line).strip() for line in box.splitlines()]
+    text = " ".join(" ".join(filter(None, lines)).split())
+    for title in ("Unrecognized options", "Required options", "Value error", "Invalid choice", "Parsing error"):
+        text = text.removeprefix(f"{title} ")
+    text = text.replace(" Argument helptext:", ";").replace(" (required)", "")
+    return re.sub(r"\s*For full helptext, (?:run|see):? (softmoe .*?--help)", r" (\1)", text)
 
 
 def check_new(path: str | Path | None) -> None:
@@ -147,7 +172,7 @@ def parse_run(default: "TrainConfig", argv: list[str], prog: str, *, new: bool =
     argv, given = translate(argv, [*values, *(f"model.{name}" for name in types), "epochs"], switches)
     model = default.model
     start = config(**vars(default) | {"model": section(**vars(model) | {"options": {}} | model.options)})
-    found: Any = tyro.cli(
+    found: Any = read_words(
         arguments,
         args=argv,
         prog=prog,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from softmoe import recipes
-from softmoe.cli.parse import parse_run
+from softmoe.cli.parse import parse_run, read_words
 
 if TYPE_CHECKING:
     from softmoe.train import Result, TrainConfig
@@ -88,11 +88,15 @@ def parse(recipe: str, argv: list[str]) -> tuple[TrainConfig, bool]:
     if (Path(recipe) / "manifest.json").is_file():
         from softmoe.transfer import branch, plan_branch
 
-        wanted = tyro.cli(BranchArguments, args=argv, prog=prog)
+        wanted = read_words(BranchArguments, args=argv, prog=prog)
         make = plan_branch if wanted.dry_run else branch
         return make(recipe, wanted.cooldown, wanted.run_name, wanted.runs), wanted.dry_run
     stored = Path(recipe).parent if Path(recipe).name == "config.json" else Path(recipe)
     begun = stored.is_dir() and (recipe not in recipes.names() or (stored / "config.json").is_file())
+    if not begun and "/" in recipe and not recipe.endswith(".py"):
+        from softmoe.storage.hub import others_there
+
+        raise ValueError(f"there is no run {recipe}; {others_there(stored) or 'softmoe train lists the recipes'}")
     default = stored_run(stored) if begun else recipes.load(recipe)
     image, rest = take(argv, "--image")
     if image is not None:

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import tyro
 
+from softmoe.cli.parse import read_words
+
 
 @dataclass(frozen=True)
 class Arguments:
@@ -53,7 +55,7 @@ class Arguments:
 
 
 def main(argv: list[str]) -> int:
-    a = tyro.cli(Arguments, args=argv, prog="softmoe upcycle")
+    a = read_words(Arguments, args=argv, prog="softmoe upcycle")
     blocks = parse_blocks(a.blocks)
 
     import torch

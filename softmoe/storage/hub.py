@@ -5,6 +5,7 @@ The Hub needs the extra `hub`; everything else works without it. A card is made 
 
 import difflib
 import re
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,17 @@ def upload(folder: str | Path, name: str, *, private: bool = False) -> str:
         return str(api.upload_folder(repo_id=name, folder_path=str(folder), allow_patterns=_WANTED))
     except Exception as error:
         raise ValueError(f"the model could not be put on the Hub as {name}: {first_line(error)}") from error
+
+
+def push_to_hub(model: Any, name: str, *, private: bool = False, **facts: Any) -> str:
+    """Save a model with its card and put it on the Hub under `user/name`; `facts` are those of save_pretrained
+    (classes, preprocessing, provenance). Returns its address; `softmoe.from_pretrained(name)` reads it back."""
+    from softmoe.storage.pretrained import save_pretrained
+
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) / name.rsplit("/", 1)[-1]
+        save_pretrained(model, place, **facts)
+        return upload(place, name, private=private)
 
 
 def _api(purpose: str) -> Any:

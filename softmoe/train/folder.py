@@ -8,7 +8,7 @@ rate already used stays what it was.
 import itertools
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,17 @@ class RunFolder:
             file.truncate(0)
             file.write(f"{os.getpid()}\n")
             file.flush()
-            yield
+            try:
+                yield
+            finally:
+                self.remove_if_unused()
+
+    def remove_if_unused(self) -> None:
+        """Leave nothing of a run that could not begin."""
+        with suppress(OSError):
+            if [path.name for path in self.path.iterdir()] == [".lock"]:
+                (self.path / ".lock").unlink()
+                self.path.rmdir()
 
 
 def differences(old: TrainConfig, new: TrainConfig, done: int) -> list[str]:

@@ -129,3 +129,34 @@ def test_hub_upload(monkeypatch, saved, tmp_path):
         softmoe.hub.upload(tmp_path, "user/name")
     with pytest.raises(ValueError, match="looks like user/name"):
         softmoe.hub.upload(saved, "name")
+
+
+def test_push_to_hub(monkeypatch, tmp_path):
+    """A model goes up with its card in one call, and nothing of it stays behind."""
+    seen = {}
+
+    def upload_folder(repo_id, folder_path, allow_patterns):
+        seen.update(name=repo_id, files=sorted(p.name for p in Path(folder_path).iterdir()))
+        return f"https://hub/{repo_id}"
+
+    stand_in = types.SimpleNamespace(create_repo=lambda *a, **o: None, upload_folder=upload_folder)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", stand_in)
+    assert softmoe.push_to_hub(tiny(), "user/name", classes=[str(i) for i in range(5)]) == "https://hub/user/name"
+    assert seen == {"name": "user/name", "files": ["README.md", "config.json", "model.safetensors"]}
+
+
+def test_a_foreign_mixin_takes_the_layer(tmp_path):
+    """A module of somebody's own that holds our layer is saved and loaded by the Hub's mixin, weights and all."""
+    hub = pytest.importorskip("huggingface_hub")
+
+    class Mine(torch.nn.Module, hub.PyTorchModelHubMixin):
+        def __init__(self, dim: int, experts: int):
+            super().__init__()
+            self.layer = softmoe.SoftMoE(dim, experts)
+
+        def forward(self, x):
+            return self.layer(x)
+
+    mine, x = Mine(dim=8, experts=4), torch.randn(2, 5, 8)
+    mine.save_pretrained(tmp_path / "mine")
+    torch.testing.assert_close(Mine.from_pretrained(tmp_path / "mine")(x), mine(x))

@@ -1,0 +1,88 @@
+"""Forty mistakes that people make, each answered in one line that helps."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+import softmoe
+from softmoe.cli import main
+from softmoe.models import create_model
+
+WRONG = [
+    ("trian small_data", "did you mean 'train'?"),
+    ("train smalldata", "did you mean 'small_data'?"),
+    ("train nothing.py", "there is no recipe file nothing.py"),
+    ("train runs/mian", "there is no run runs/mian; runs has main"),
+    ("train small_data --data none/photos", "There is no folder none/photos"),
+    ("train small_data --data photo", "Unknown data source 'photo'"),
+    ("train small_data --data folder:none", "The data folder none does not exist"),
+    (
+        "train small_data --data mixed",
+        "has no folder 'val' (it has test, train); take it from train/ with mixed?val=0.1",
+    ),
+    ("train small_data --data mixed --dry-run", "has no folder 'val' (it has test, train)"),
+    ("train small_data --data photos/ant", "holds images but no class folders"),
+    ("train small_data --data photos?vall=0.1", "Did you mean 'val'?"),
+    ("train small_data --data photos?val=3", "a share of the images from 0 to 1"),
+    ("train small_data --data photos --steps ten", "--steps"),
+    ("train small_data --data photos --steps 0", "steps must be at least 1, got 0"),
+    ("train small_data --data photos --epochs 0", "the number of epochs must be above 0"),
+    ("train small_data --data photos --stepps 10", "--steps"),
+    ("train small_data --data photos --resume", "softmoe train runs/NAME"),
+    ("train small_data --data photos --config x.yaml", "softmoe train FILE.py"),
+    ("train small_data --data photos --weight-decay 0.1", "--optim.kernel-decay"),
+    ("train small_data --data photos --gpus 2", "torchrun"),
+    ("train small_data --data photos --every 5", "may mean --checkpoint.every or --evaluation.every or --log.every"),
+    ("train small_data --data photos --run-name a/b", "run_name must be a plain folder name"),
+    ("train small_data --data photos --lr -1", "schedule.peak must be a finite number of at least 0"),
+    ("train small_data --data photos --device tpu", "tpu"),
+    ("train lit_small --data pairs:photos", "softmoe train lit_small --image MODEL"),
+    ("finetune saved", "softmoe finetune MODEL DATA"),
+    ("finetune runs/mian photos", "runs has main"),
+    ("finetune saved photos --image-size big", "--image-size must be pixels or HEIGHTxWIDTH"),
+    ("evaluate saved", "DATA"),
+    ("evaluate mian photos", "there is no folder mian; runs has main"),
+    ("evaluate saved photos --split tst", "it has train, val and all"),
+    ("evaluate saved photos --bath-size 3", "--batch-size"),
+    ("predict saved", "IMAGES"),
+    ("predict saved none.jpg", "none.jpg"),
+    ("predict saved photos --top 0", "top must be at least 1, got 0"),
+    ("predict saved photos --threads 0", "threads must be at least 1, got 0"),
+    ("export saved", "--to"),
+    ("export saved --to pdf", "'torch-export', 'onnx', 'aoti'"),
+    ("cost soft_s16", "only models with experts end in their number"),
+    ("cost vit_z16", "unknown model 'vit_z16'"),
+    ("soup saved --out saved", "is there already: choose another --out"),
+    ("sweep small_data --data photos", "softmoe sweep RECIPE lr=1e-3,3e-3"),
+    ("report photos", "is not the folder of a run"),
+    ("study nothing", "no study 'nothing'"),
+    ("upload saved name", "looks like user/name"),
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as people have it: photos without splits, others with train/ and test/, a saved model, a run."""
+    root = tmp_path_factory.mktemp("place")
+    for name in ("photos/ant", "photos/bee", "mixed/train/ant", "mixed/test/ant"):
+        (root / name).mkdir(parents=True)
+        for number in range(3):
+            (root / name / f"{number}.jpg").write_bytes(b"x")
+    model = create_model("soft_ti8_2e", num_classes=2, image_size=16, width=16, heads=2, mlp_dim=16, depth=1)
+    for name in ("saved", "runs/main"):
+        softmoe.save_pretrained(model, root / name, classes=["ant", "bee"])
+    return root
+
+
+@pytest.mark.parametrize(("command", "words"), WRONG, ids=[command for command, _ in WRONG])
+def test_one_line_that_helps(command: str, words: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    """Exit code 2 and one line on stderr with the words that lead on; no traceback, and nothing is left behind."""
+    monkeypatch.chdir(place)
+    before = sorted(place.rglob("*"))
+    assert main(shlex.split(command)) == 2
+    error = capsys.readouterr().err.splitlines()
+    assert error[-1].startswith("softmoe: error: ")
+    assert words in error[-1]
+    assert all(line.startswith("softmoe: ") for line in error)
+    assert sorted(place.rglob("*")) == before
