@@ -202,7 +202,7 @@ def judge(folder: RunFolder, config: TrainConfig) -> None:
         examples=config.evaluation.examples,
         loss=config.objective.loss,
         batch_size=d.eval_batch_size,
-        workers=d.workers,
+        workers=d.workers if isinstance(d.workers, int) else 0,
         device=config.device,
     )
     write_json(folder.path / "evaluation.json", report)
