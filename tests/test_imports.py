@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     **dict.fromkeys(("train", "evaluate", "inspection"), UPPER),
     "transfer": UPPER | {"train"},
     **dict.fromkeys(("studies", "recipes", "bench", "report", "cli", "timm", "api"), ALL),
-    **dict.fromkeys(("__init__", "__main__"), ALL),
+    **dict.fromkeys(("__init__", "__main__"), ALL | {"api"}),
 }
 OPTIONAL = (
     "tokenizers",
