@@ -65,13 +65,16 @@ class TimmHabits(nn.Module):
         return {
             name
             for name, _ in self.named_parameters()
-            if name.startswith(("positions.", "class_token")) or name.endswith(ends)
+            if name.startswith(("positions.", "class_token", "registers")) or name.endswith(ends)
         }
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return patterns that put parameters into layers, for learning rates that fall from layer to layer."""
         last = [(r"^encoder\.norm|^pool|^pre_logits", (99999,))]
-        return {"stem": r"^(?:embed|positions)\.|^class_token$", "blocks": [(r"^encoder\.blocks\.(\d+)", None), *last]}
+        return {
+            "stem": r"^(?:embed|positions|pre_norm)\.|^(?:class_token|registers)$",
+            "blocks": [(r"^encoder\.blocks\.(\d+)", None), *last],
+        }
 
     def embed_images(self, images: Tensor) -> tuple[Tensor, tuple[int, int]]:
         raise NotImplementedError
