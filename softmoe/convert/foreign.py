@@ -206,8 +206,8 @@ def from_timm_config(config: dict[str, Any]) -> dict[str, Any]:
     quick = "quickgelu" in name or "QuickGELU" in str(p.get("notes", ""))
     plain = "gelu_tanh" if "siglip" in name else "quick_gelu" if quick else "gelu"
     told["activation"] = _ACTIVATIONS[arguments.get("act_layer") or plain]
-    if "num_heads" in arguments:
-        told["heads"] = arguments["num_heads"]
+    if "num_heads" in arguments or "giantopt" in name:  # SigLIP 2's giant is as wide as DINOv2's, with other heads
+        told["heads"] = arguments.get("num_heads", 16)
     told["central_ratio"] = max(1.0, 1.0 / p.get("crop_pct", 0.875))
     told["crop"] = "resize" if p.get("crop_mode") == "squash" else "central"
     told["classes"] = names_of(config.get("label_names") or p.get("label_names"))

@@ -13,7 +13,7 @@ from towers import HuggingFaceDinov2, HuggingFaceTower, HuggingFaceViT, OpenClip
 
 from softmoe import save_pretrained
 from softmoe.convert.files import read_model
-from softmoe.convert.foreign import open_foreign
+from softmoe.convert.foreign import from_timm_config, open_foreign
 
 IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
 tanh_gelu = partial(F.gelu, approximate="tanh")
@@ -89,6 +89,12 @@ def test_hugging_face_folders(make, config, tmp_path: Path):
     found = check(plain, write(tmp_path / "a", plain, config=config, preprocessor_config=PIXELS))
     assert found.preprocessing.crop == "resize"
     assert found.classes == (tuple(f"kind {i}" for i in range(5)) if "id2label" in config else None)
+
+
+def test_heads_of_the_giant():
+    """SigLIP 2's giant has 16 heads at a width where DINOv2's has 24."""
+    assert from_timm_config(TIMM | {"architecture": "vit_giantopt_patch16_siglip_256", "model_args": {}})["heads"] == 16
+    assert "heads" not in from_timm_config(TIMM | {"model_args": {}})
 
 
 def test_hugging_face_crop(tmp_path: Path):
