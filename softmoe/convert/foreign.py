@@ -150,7 +150,7 @@ def locate(address: str) -> Path | None:
         if not path.is_file():
             raise ValueError(f"there is no file {address}")
         return path
-    if not path.exists() and hub.is_id(address):
+    if not path.exists() and hub.is_id(address) and not hub.others_there(path):
         folder = hub.download(address)
         return folder if is_foreign(folder) else None
     return None

@@ -21,6 +21,7 @@ from softmoe.machine import choose_device, choose_precision, make_deterministic
 from softmoe.models import TwoTower, TwoTowerConfig, VisionTransformer, ViTConfig
 from softmoe.moe.record import Recording
 from softmoe.parallel import local, local_shard
+from softmoe.parallel.reduce import is_spread
 from softmoe.storage.store import CheckpointStore
 from softmoe.train.config import TrainConfig
 from softmoe.train.data import Data, Extract, FeatureData, can_keep_features, prepare_tokenizer
@@ -218,6 +219,11 @@ def build(
     make = partial(build_model, config, shape, device)
     model = team.spread(make, autocast, config.compile)
     twin = team.spread(make, autocast) if team.world > 1 and config.ema is not None else None
+    if config.model.weights is not None:  # read once the model is spread: what is read stays whole
+        for each in filter(None, (model, twin)):
+            start_from(
+                each.image if isinstance(each, TwoTower) else each, config.model.weights, new_head=config.model.new_head
+            )
     if isinstance(model, TwoTower) and config.model.locked:
         model.lock_image_tower()
         if extract is not None and team.world == 1 and can_keep_features(config, len(data.train)):
@@ -285,12 +291,9 @@ def default_evaluator(config: TrainConfig, objective: Objective) -> Evaluator:
 def build_model(
     config: TrainConfig, shape: ViTConfig | TwoTowerConfig, device: torch.device
 ) -> VisionTransformer | TwoTower:
-    """A model, fresh or with given weights; the same for the same seed whatever was drawn before."""
+    """A fresh model, the same for the same seed whatever was drawn before."""
     torch.manual_seed(random_seed(config.seed, "model"))
     model = TwoTower(shape) if isinstance(shape, TwoTowerConfig) else VisionTransformer(shape)
-    tower = model.image if isinstance(model, TwoTower) else model
-    if config.model.weights is not None:
-        start_from(tower, config.model.weights, new_head=config.model.new_head)
     model = model.to(device)
     model.set_grad_checkpointing(config.gradient_checkpointing)
     return model
@@ -307,4 +310,5 @@ def start_from(model: VisionTransformer, weights: str | Path, *, new_head: bool 
     """Copy the weights of a saved model into `model`, which may be spread over processes."""
     mine = model.state_dict()
     state = starting_weights(model, weights, new_head=new_head)
-    model.load_state_dict({name: local_shard(value, mine[name]) for name, value in state.items()})
+    parts = {name: v if is_spread(v) else local_shard(v, mine[name]) for name, v in state.items()}
+    model.load_state_dict(parts)

@@ -152,6 +152,7 @@ def test_a_layer_in_anyones_model() -> None:
         torch.testing.assert_close(mine(x), plain, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gone", NAMES)
 def test_a_technique_can_be_taken_away(gone: str) -> None:
     """Without its file the others work, and a model computes the same."""

@@ -89,6 +89,7 @@ def test_our_ways_to_train_move_the_weights_alike(name: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_contender_has_its_own_process() -> None:
     """Its time, its share of the roofline and its peak memory come back; a failure is told in one sentence."""
     found = peers.in_own_process("soft_ti16_2e", "softmoe, in backward", 1, "train", 0.0)

@@ -31,6 +31,7 @@ CASES = [  # model, (world, expert, shard), images per rank, checkpointing
 ]
 
 
+@pytest.mark.slow
 def test_agrees_with_a_trace_of_the_real_step():
     """Every byte that one of many ranks keeps and sends; the peak to a tenth (or above it, with recomputation)."""
     for (config, sizes, images, again), traced in zip(CASES, trace_all(CASES), strict=True):

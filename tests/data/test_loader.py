@@ -272,7 +272,7 @@ def test_mistakes():
         Loader(Few(), PLAIN, 10, workers=-1)
     with pytest.raises(ValueError, match="empty"):
         Loader(type("None_", (Few,), {"__len__": lambda self: 0})(), PLAIN, 2)
-    with pytest.raises(ValueError, match="set mixup to 0"):
+    with pytest.raises(ValueError, match="set both to 0"):
         Loader(Few(classes=()), Transform(TransformConfig(8, mixup=0.1), True), 2)
 
 

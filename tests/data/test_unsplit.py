@@ -19,7 +19,7 @@ def photos(tmp_path: Path) -> Path:
 
 
 def names(source: Source) -> set[str]:
-    return {f"{source.classes[int(label)]}/{size}" for label, size in zip(source._labels, source._sizes, strict=True)}  # pyright: ignore[reportAttributeAccessIssue]
+    return {f"{source.classes[int(label)]}/{size}" for label, size in zip(source.labels, source._sizes, strict=True)}  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize("prefix", ["folder:", ""])

@@ -46,6 +46,7 @@ def test_compiles_without_a_graph_break(name, masked):
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the code generator needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch's own
 def test_compiles_to_machine_code(monkeypatch, tmp_path):

@@ -61,6 +61,7 @@ def test_two_ranks_have_the_loss_and_gradients_of_one():
                 torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=f"{kind} {name}")
 
 
+@pytest.mark.slow
 def test_gathered_gradients_are_added_up():
     """Each row's gradient is the sum of what all ranks did with it."""
     for rank, (together, gradient) in enumerate(run_ranks(2, gather_and_weigh)):
@@ -80,6 +81,7 @@ def train_rank(rank: int, world: int, config: TrainConfig) -> dict[str, float]:
     return train(config).numbers
 
 
+@pytest.mark.slow
 def test_a_run_on_two_processes_is_that_of_one(tmp_path):
     """The loop with average, parts and a sharded model: the same training losses; one process evaluates other batches,
     so those numbers are only there."""

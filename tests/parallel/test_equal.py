@@ -36,7 +36,7 @@ def assert_equal(outcomes: list[checks.Outcome], one: checks.Outcome) -> None:
         torch.testing.assert_close(joined, getattr(one, field), **TOLERANCE)
 
 
-@pytest.mark.parametrize("world", CASES)
+@pytest.mark.parametrize("world", [pytest.param(n, marks=[pytest.mark.slow] * (n > 2)) for n in CASES])
 def test_ranks_compute_what_one_process_computes(world):
     """On 2 and 4 ranks, for the splits into experts, shards and copies, and for all three routers, to 1e-10."""
     by_rank = run_ranks(world, checks.train_cases, world, CASES[world])
@@ -47,6 +47,7 @@ def test_ranks_compute_what_one_process_computes(world):
         assert_equal([outcomes[case] for outcomes in by_rank], one)
 
 
+@pytest.mark.slow
 def test_sent_bytes_are_those_of_the_plan():
     """What real ranks put through their collectives, counted, is what the planner says."""
     for counts in run_ranks(2, checks.count_sent, [(2, 1), (2, 2), (1, 2), (1, 1)]):
@@ -58,6 +59,7 @@ def test_sent_bytes_are_those_of_the_plan():
             assert sent.get("reduce", 0) == pytest.approx(plan.reduce, rel=0.05)
 
 
+@pytest.mark.slow
 def test_options_and_names():
     """Gradient checkpointing, frozen weights, the Identity router, dense models, slots exchanged in halves, and parts
     compiled by themselves: equal too. The state dict has the names and shapes of one process, on every mesh."""

@@ -63,6 +63,7 @@ def test_two_processes_train_as_one(pair, alone):
     assert_same_run(pair, alone)
 
 
+@pytest.mark.slow
 def test_two_processes_with_compact_moments(tmp_path):
     """Moments in bfloat16, in shards, with a resume in between: near the run of one process, whose numbers are rounded
     by other draws."""
@@ -77,6 +78,7 @@ def test_two_processes_with_compact_moments(tmp_path):
         torch.testing.assert_close(mine[name], value, rtol=0.05, atol=2e-3)
 
 
+@pytest.mark.slow
 def test_two_processes_read_late(pair, tmp_path):
     """The way of GPUs, on a CPU: the fused update of shards looks at the flag, and numbers are read a step late. The
     bits are those of the usual way."""
@@ -86,6 +88,7 @@ def test_two_processes_read_late(pair, tmp_path):
     assert all(torch.equal(mine[name], value) for name, value in reference.items())
 
 
+@pytest.mark.slow
 def test_two_processes_compile_each_block(alone, tmp_path):
     """The blocks of a sharded model, each compiled by itself, train as one process does."""
     config = replace(make_config(tmp_path, shard=2), compile=True)
@@ -93,6 +96,7 @@ def test_two_processes_compile_each_block(alone, tmp_path):
     assert_same_run(tmp_path / "run", alone)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not bfloat16_works(), reason="this machine has no working bfloat16")
 def test_weights_travel_in_bfloat16(alone, tmp_path):
     """With precision bfloat16 weights are sent so, gradients are added up and kept in float32: near one process."""
@@ -117,6 +121,7 @@ def test_export(pair):
     assert all(torch.equal(value, expected[f"ema/{name}"]) for name, value in model.items())
 
 
+@pytest.mark.slow
 def test_start_from_given_weights(alone, tmp_path):
     """Each rank takes its experts of a saved model: the losses of one process, not those of fresh weights."""
     configs = [make_config(tmp_path, "one", steps=2), make_config(tmp_path, "two", steps=2, expert=2)]
@@ -130,6 +135,7 @@ def test_start_from_given_weights(alone, tmp_path):
     assert two[1] != pytest.approx(fresh[1], rel=1e-4)  # at first all heads are zero
 
 
+@pytest.mark.slow
 def test_the_number_of_processes_may_change(alone, tmp_path):
     """Two steps on two processes, one alone, one more on two others: the run of one process."""
     config = make_config(tmp_path, steps=2, expert=2)
@@ -141,7 +147,7 @@ def test_the_number_of_processes_may_change(alone, tmp_path):
         torch.testing.assert_close(mine[name], value, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("trouble", ["kill", "kill while saving"])
+@pytest.mark.parametrize("trouble", ["kill", pytest.param("kill while saving", marks=pytest.mark.slow)])
 def test_a_killed_rank(trouble, pair, tmp_path):
     """The others end and say why; the same command continues from the last whole checkpoint, to the same bits."""
     config = make_config(tmp_path, expert=2, shard=2, timeout=30.0)
@@ -157,6 +163,7 @@ def test_a_killed_rank(trouble, pair, tmp_path):
     assert not list((tmp_path / "run" / "checkpoints").glob(".partial*"))
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs(tmp_path):
     """Waiting ends after parallel.timeout, with a message that names the rank."""
     config = make_config(tmp_path, expert=2, timeout=3.0)
@@ -164,6 +171,7 @@ def test_a_rank_that_hangs(tmp_path):
     assert "lost rank 1, which ended or did not come within 3 s (parallel.timeout)" in error
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path, pair):
     """Both save and end; the run then continues to the same bits."""
     config = make_config(tmp_path, expert=2, shard=2)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 RECIPE = """
 import os, signal, threading, time
@@ -29,6 +31,7 @@ def recipe():
 """
 
 
+@pytest.mark.slow
 def test_killed_rank_is_started_again(tmp_path):
     """kill -9 of rank 1 after its first checkpoint: torchrun restarts both, which go on from there to the end."""
     (tmp_path / "recipe.py").write_text(RECIPE)

@@ -14,6 +14,8 @@ from softmoe.storage import from_pretrained
 from softmoe.storage.checkpoint import Checkpoint, fill, optimizer_targets, tensor_specs
 from softmoe.storage.shards import part_specs, save_parts
 
+pytestmark = pytest.mark.slow
+
 
 def assert_close(ours, theirs):
     assert ours.keys() == theirs.keys()

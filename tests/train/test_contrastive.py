@@ -12,6 +12,7 @@ from two_towers import IMAGE, shape, tokenizer
 from softmoe.models import Embeddings, TwoTower
 from softmoe.moe.record import Recording
 from softmoe.train.config import ObjectiveSection
+from softmoe.train.distributed import Team
 from softmoe.train.objectives import Contrastive, contrastive_loss, join_parts
 from softmoe.train.step import forward_backward
 
@@ -80,6 +81,8 @@ def make_run(kind: str, model: TwoTower, accumulate: int):
         autocast=None,
         in_backward=None,
         device=torch.device("cpu"),
+        team=Team(),
+        model=model,
     )
 
 

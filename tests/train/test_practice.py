@@ -119,6 +119,7 @@ def test_few_shot_during_training(tmp_path: Path, capsys: pytest.CaptureFixture)
     assert all(0.0 <= row["fewshot/10shot"] <= 1.0 for row in rows)
 
 
+@pytest.mark.slow
 def test_sweep(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     """A run for each combination, one table; done ones are not done again."""
     command = ["sweep", "small_data", "lr=1e-3,1e-2", "seed=0,1", "--data", str(photos), "--runs", str(tmp_path / "r")]

@@ -48,11 +48,11 @@ def test_slots_with_a_strong_place_give_the_dense_model():
     """A slot for every token that leans to that token's place alone: equal but for rounding, and told so."""
     dense = dense_model()
     count = dense.config.tokens
-    start = upcycle(dense, count, router="placed", place_init=1e3, blocks=(1, 3), images=IMAGES)
+    start = upcycle(dense, count, router="placed", place_init=1e3, blocks=(1, 3), images=IMAGES, init="copy")
     torch.testing.assert_close(start.model(IMAGES), dense(IMAGES), rtol=1e-10, atol=1e-10)
     assert max(start.distance.layers.values()) < 1e-10
     assert "that token alone" in str(start.distance)
-    weak = upcycle(dense, count, router="placed", place_init=1e-3, blocks=(1, 3), images=IMAGES)
+    weak = upcycle(dense, count, router="placed", place_init=1e-3, blocks=(1, 3), images=IMAGES, init="copy")
     assert min(weak.distance.layers.values()) > 0.1
 
 
