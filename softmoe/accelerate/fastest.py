@@ -24,7 +24,7 @@ Way = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Choice:
-    """What was found for one shape: whether the kernel is used, and a sentence with both times or what failed."""
+    """The choice for one shape: whether the kernel is used, and a sentence with both times or what failed."""
 
     use: bool
     why: str

@@ -95,7 +95,7 @@ class CompactAdamW(torch.optim.Optimizer):
                 update_together(rows, group, skip)
 
     def _rows(self, parameter: Tensor, gradient: Tensor) -> tuple[Flat, Tensor]:
-        """What this process keeps of a parameter, as rows of numbers, and its count of updates."""
+        """Return the rows of numbers that this process keeps of a parameter, and its count of updates."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), device=parameter.device)

@@ -52,7 +52,7 @@ class LogitsRouting(DenseRouting):
 
 
 def in_autocast_dtype(x: Tensor) -> Tensor:
-    """What a product under autocast would compute with."""
+    """Return x in the dtype with which a product under autocast would compute."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 

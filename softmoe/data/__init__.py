@@ -7,7 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from softmoe.data.batch import Batch, TooManyBroken, soft_labels
+    from softmoe.data.batch import Batch, TooManyBroken
+    from softmoe.data.blend import soft_labels
     from softmoe.data.decode import BrokenImage
     from softmoe.data.feed import Feed, fed
     from softmoe.data.loader import Loader, WorkerDied, evaluation_batches
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
     from softmoe.data.transforms import Transform, TransformConfig, to_tensor
 
 _HOMES = {
-    "batch": ("Batch", "TooManyBroken", "soft_labels"),
+    "batch": ("Batch", "TooManyBroken"),
+    "blend": ("soft_labels",),
     "decode": ("BrokenImage",),
     "feed": ("Feed", "fed"),
     "loader": ("Loader", "WorkerDied", "evaluation_batches"),

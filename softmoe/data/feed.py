@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from softmoe.data.batch import Batch, mixed
+from softmoe.data.batch import Batch, mixed, tensors_of
 
 HOST = ("indices", "draws")
 """Only the host looks at these, to choose captions and to name examples."""
@@ -28,13 +28,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return dataclasses.replace(batch, **moved)
 
 
-def tensors_of(batch: Any) -> dict[str, Tensor]:
-    found = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
-    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
-
-
 def finish(batch: Batch, classes: int) -> Batch:
-    """What is left to do with a raw batch, wherever it is now. `classes` is how many the labels are of."""
+    """Do what is left to do with a raw batch, wherever it is now. `classes` is how many the labels are of."""
     if batch.images.dtype != torch.uint8:
         return batch
     images = batch.images.permute(0, 3, 1, 2)

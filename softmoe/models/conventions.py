@@ -77,6 +77,7 @@ class TimmHabits(nn.Module):
         }
 
     def embed_images(self, images: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        """Turn images into tokens and the (rows, columns) of their grid; the model says how."""
         raise NotImplementedError
 
     def forward_intermediates(

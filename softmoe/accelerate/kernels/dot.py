@@ -1,4 +1,4 @@
-"""What all kernels share: the product of two tiles, its precision for float32 numbers, and the launch."""
+"""All kernels share these: the product of two tiles, its precision for float32 numbers, and the launch."""
 
 from typing import Any
 

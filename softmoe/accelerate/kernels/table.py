@@ -54,7 +54,7 @@ class Usage(NamedTuple):
 
 
 def launches(M: int, D: int, H: int, N: int, dtype: torch.dtype, *, B: int = 64) -> list[Launch]:
-    """What one layer of that size, and the update of its weights, asks for in both passes."""
+    """List the kernels that one layer of that size, and the update of its weights, ask for in both passes."""
     found: list[Launch] = []
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
