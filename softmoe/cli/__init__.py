@@ -1,4 +1,4 @@
-"""The command line: `softmoe COMMAND ...`. One file per command; each parses, calls one function and prints."""
+"""The command line: `softmoe COMMAND ...`. Each command parses, calls one function and prints."""
 
 import difflib
 import io
@@ -43,6 +43,18 @@ GROUPS = {
     },
 }
 COMMANDS = {name: what for group in GROUPS.values() for name, what in group.items()}
+FILES = {
+    "bench": ("bench", "selftest"),
+    "budget": ("cost", "plan"),
+    "deploy": ("export", "serve", "upload"),
+    "evaluate": ("evaluate", "fewshot", "predict"),
+    "experiments": ("report", "study", "sweep"),
+    "inspection": ("doctor", "inspect"),
+    "quickstart": ("demo", "quickstart"),
+    "texts": ("retrieve", "search", "tokenizer", "zeroshot"),
+    "train": ("train",),
+    "transfer": ("finetune", "soup", "upcycle"),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -88,7 +100,8 @@ def run(argv: list[str]) -> int:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f", did you mean {near[0]!r}?" if near else f"; commands are: {', '.join(COMMANDS)}"
         return fail(f"unknown command {name!r}{hint}")
-    return import_module(f"softmoe.cli.{name}").main(rest)
+    file = next(file for file, commands in FILES.items() if name in commands)
+    return getattr(import_module(f"softmoe.cli.{file}"), f"{name}_command")(rest)
 
 
 def fail(message: str) -> int:

@@ -1,4 +1,4 @@
-"""`softmoe bench layer|model|train|infer|routers|data|peers|scaling`: timings, with their share of the roofline."""
+"""`softmoe bench` and `softmoe selftest`: how fast this machine is, and whether it computes right."""
 
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -8,7 +8,7 @@ from softmoe.cli.parse import parse
 
 
 @dataclass(frozen=True)
-class Arguments:
+class BenchArguments:
     """Time functions in turn on this machine: medians, their spread, and the share of the roofline."""
 
     what: Literal["layer", "model", "train", "infer", "routers", "data", "peers", "scaling"]
@@ -30,17 +30,17 @@ class Arguments:
     """What products are computed in on cuda."""
 
 
-def main(argv: list[str]) -> int:
-    a = parse(Arguments, argv, "bench")
+def bench_command(argv: list[str]) -> int:
+    a = parse(BenchArguments, argv, "bench")
 
     from softmoe.bench import timed_on
 
     with timed_on(a.device, a.what, a.precision):
-        run(a)
+        run_suite(a)
     return 0
 
 
-def run(a: Arguments) -> None:
+def run_suite(a: BenchArguments) -> None:
     from softmoe.bench import suite
     from softmoe.bench.loop import cores_needed
     from softmoe.bench.peers import available_peers
@@ -67,3 +67,35 @@ def run(a: Arguments) -> None:
             if old[0].get(key) != now.get(key):
                 print(f"another {key} then: {old[0].get(key)}, now {now.get(key)}")
         print(*differences(old[1], rows), sep="\n")
+
+
+@dataclass(frozen=True)
+class SelftestArguments:
+    """Check routers, kernels, training, resuming and speed on this machine, about two minutes. Exit code 0 if nothing
+    is wrong, 1 if something is."""
+
+    _: KW_ONLY
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1."""
+    quick: bool = False
+    """Seconds instead of minutes: smaller runs, no torch.compile."""
+    output: Path = Path("selftest.md")
+    """The page to write; it names the machine and nothing of its user."""
+
+
+def selftest_command(argv: list[str]) -> int:
+    a = parse(SelftestArguments, argv, "selftest")
+
+    from softmoe.bench.report import facts, page
+    from softmoe.bench.selftest import selftest
+    from softmoe.machine import choose_device
+    from softmoe.storage.files import write_text
+
+    device = choose_device(a.device)
+    checks = []
+    for check in selftest(device, quick=a.quick):
+        checks.append(check)
+        print(f"{check.state:<10} {check.name}: {check.said}", flush=True)
+    write_text(a.output, page(checks, facts(device), device, quick=a.quick))
+    print(f"wrote {a.output}")
+    return 1 if any(check.state == "WRONG" for check in checks) else 0

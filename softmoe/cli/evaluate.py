@@ -1,15 +1,22 @@
-"""`softmoe evaluate MODEL DATA`: accuracy, loss, calibration, confusions, a row for every class, the worst photos."""
+"""`softmoe evaluate`, `predict` and `fewshot`: how good a saved model is, and what it says of images."""
 
+import csv
+import json
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from softmoe.cli.parse import Printed, parse, percent_on_terminal, unused
-from softmoe.evaluate import Evaluate
+from softmoe.cli.parse import Printed, check_new, parse, percent_on_terminal, unused
+from softmoe.evaluate import Evaluate, FewShot, Predict
+
+if TYPE_CHECKING:
+    from softmoe.evaluate import Prediction
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(Printed, Evaluate):
+class EvaluateArguments(Printed, Evaluate):
     """Accuracy, loss and calibration of a saved model, and a page with its confusions, classes and worst photos."""
 
     out: Path | None = None
@@ -19,13 +26,13 @@ class Arguments(Printed, Evaluate):
     """Print the table of classes."""
 
 
-def main(argv: list[str]) -> int:
-    a = parse(Arguments, argv, "evaluate")
+def evaluate_command(argv: list[str]) -> int:
+    a = parse(EvaluateArguments, argv, "evaluate")
     report = a.run(percent_on_terminal("evaluating"))
 
     from softmoe.evaluate.mistakes import write_page
 
-    told = table(report, classes=a.classes)
+    told = evaluation_text(report, classes=a.classes)
     if not a.json if a.out is None else a.out.suffix != ".json":
         run = Path(a.model)
         place = a.out or unused((run if (run / "metrics.jsonl").is_file() else Path()) / "evaluation.html")
@@ -36,7 +43,7 @@ def main(argv: list[str]) -> int:
     return 1 if report["unreadable"] else 0
 
 
-def table(report: dict[str, Any], *, classes: bool) -> str:
+def evaluation_text(report: dict[str, Any], *, classes: bool) -> str:
     numbers = report["numbers"]
     first = "precision@1 (multi-label)" if report["multi_label"] else "top-1"
     rows = [
@@ -67,4 +74,98 @@ def table(report: dict[str, Any], *, classes: bool) -> str:
             counts = f"{row['images']:>6}  {row['right']:>5}  {row['predicted']:>9}  {share:>5}"
             lines.append(f"{row['class']:<{width}}  {counts}")
     lines += [f"unreadable: {row['image']}: {row['reason']}" for row in report["unreadable"]]
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictArguments(Predict):
+    """The likeliest classes of images. Exit code 1 if some could not be read; they are named."""
+
+    json: bool = False
+    """Print as JSON."""
+    csv: Path | None = None
+    """Also write a table to this new file: a row for each image, with its classes and their probabilities."""
+    features: Path | None = None
+    """Write the vectors before the head to this .npy file, one row for each readable image, in the order printed."""
+
+
+def predict_command(argv: list[str]) -> int:
+    a = parse(PredictArguments, argv, "predict")
+    if a.features and not a.features.resolve().parent.is_dir():
+        raise ValueError(f"there is no folder {a.features.resolve().parent} to write {a.features.name} into")
+    check_new(a.csv)
+    predictions, unreadable = a.run()
+    if a.json:
+        bad = [{"image": image.name, "reason": image.reason} for image in unreadable]
+        print(json.dumps({"predictions": [p.to_dict() for p in predictions], "unreadable": bad}, indent=2))
+    else:
+        for prediction in predictions:
+            print(prediction_line(prediction))
+    if a.csv:
+        save_table(a.csv, predictions)
+    if a.features:
+        save_features(a.features, predictions)
+    for image in unreadable:
+        print(f"softmoe: unreadable: {image.name}: {image.reason}", file=sys.stderr)
+    return 1 if unreadable else 0
+
+
+def prediction_line(prediction: "Prediction") -> str:
+    classes = ", ".join(f"{name} {probability:.1%}" for name, probability in prediction.top)
+    return f"{prediction.name}: {classes or f'{len(prediction.features)} features'}"
+
+
+def save_features(path: Path, predictions: "list[Prediction]") -> None:
+    if not predictions:
+        raise ValueError(f"{path} was not written: none of the images could be read")
+    import numpy as np
+
+    with path.open("wb") as file:  # np.save would add .npy to another name
+        np.save(file, np.stack([p.features for p in predictions]))
+
+
+def save_table(path: Path, predictions: "list[Prediction]") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    places = range(1, 1 + max((len(p.top) for p in predictions), default=0))
+    with path.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
+        rows = csv.writer(file)
+        rows.writerow(["image", *(word for n in places for word in (f"class_{n}", f"probability_{n}"))])
+        rows.writerows(
+            [p.name, *(cell for name, share in p.top for cell in (name, f"{share:.6f}"))] for p in predictions
+        )
+
+
+@dataclass(frozen=True)
+class FewShotArguments(Printed, FewShot):
+    """Few-shot accuracy of a saved model's features, by ridge regression in closed form."""
+
+
+def fewshot_command(argv: list[str]) -> int:
+    return measure(FewShotArguments, argv, "fewshot", fewshot_text)
+
+
+def measure(command: Any, argv: list[str], name: str, text: Callable[[dict[str, Any]], str]) -> int:
+    """Run a command that measures the features of a model, and show its report."""
+    a = parse(command, argv, name)
+    report = a.run(percent_on_terminal("features"))
+    a.show(report, text(report))
+    return 0
+
+
+def fewshot_text(report: dict[str, Any]) -> str:
+    found = report["fewshot"]
+    lines = []
+    for name, by_shots in found["accuracies"].items():
+        images = report["images"][name]
+        lines.append(f"{name}: {images['train']} training and {images['test']} test images")
+        for shots, values in by_shots.items():
+            mean, spread = sum(values) / len(values), f" ({min(values):.2%} to {max(values):.2%})"
+            short = found["short"].get(name, {}).get(shots, 0)
+            note = f"   {short} classes have fewer images" if short else ""
+            lines.append(f"  {shots:>3}-shot   {mean:7.2%}{spread if len(values) > 1 else ''}{note}")
+        for kind in ("knn", "linear_probe"):
+            if kind in report:
+                lines.append(f"  {kind.replace('_', ' '):<12}{report[kind][name]['top1']:7.2%}   all training images")
+    seeds = "1 seed" if found["seeds"] == 1 else f"mean of {found['seeds']} seeds"
+    lines.append(f"{seeds}; penalty chosen {found['l2_chosen']} (--protocol {found['protocol']})")
     return "\n".join(lines)

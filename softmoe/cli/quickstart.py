@@ -1,11 +1,44 @@
-"""`softmoe quickstart`: train a small Soft MoE, its controls and its dense twin, and compare them."""
+"""`softmoe demo` and `softmoe quickstart`: a trained model to look at, and a first one to train."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 
+from softmoe.cli.parse import parse
 
-def run(runs: Path = Path("runs"), seed: int = 0, tiny: bool = False, jobs: int | None = None) -> int:
+
+@dataclass(frozen=True, kw_only=True)
+class DemoArguments:
+    """Show a small trained Soft MoE that comes with the package: what it predicts, and a page of what is inside it."""
+
+    out: Path = Path("softmoe_demo")
+    """Folder for the pictures and the page."""
+    pictures: int = 8
+    """Pictures to predict, and to show on the page."""
+
+
+def demo_command(argv: list[str]) -> int:
+    a = parse(DemoArguments, argv, "demo")
+
+    from softmoe.studies.demo import run_demo
+
+    shown, page = run_demo(a.out, a.pictures)
+    right = 0
+    for picture in shown:
+        right += picture.shows == picture.taken_for
+        answer = "right" if picture.shows == picture.taken_for else f"shows: {picture.shows}"
+        print(f"{picture.path}: {picture.taken_for} {picture.probability:.0%} ({answer})")
+    print(f"{right} of {len(shown)} right, of 288 classes, on pictures it was not trained on\n")
+    print(f"what the slots look at, to open in a browser:\n  {page.resolve()}\n")
+    print("the model is called `demo` wherever a model is asked for:")
+    print(f"  softmoe predict demo {shown[0].path}")
+    print('  softmoe fewshot demo "shapes?size=48&classes=downstream"')
+    print("  softmoe finetune demo PHOTOS --image-size 96")
+    return 0
+
+
+def train_and_compare(runs: Path = Path("runs"), seed: int = 0, tiny: bool = False, jobs: int | None = None) -> int:
     """Train a small Soft MoE, one expert with the same slots and a dense twin on drawn characters, and compare them.
 
     Args:
@@ -31,5 +64,5 @@ def run(runs: Path = Path("runs"), seed: int = 0, tiny: bool = False, jobs: int 
     return 0
 
 
-def main(argv: list[str]) -> int:
-    return tyro.cli(run, prog="softmoe quickstart", args=argv)
+def quickstart_command(argv: list[str]) -> int:
+    return tyro.cli(train_and_compare, prog="softmoe quickstart", args=argv)

@@ -50,7 +50,7 @@ class BranchArguments:
     """Print the settings, the cost and the memory needed, and stop."""
 
 
-def main(argv: list[str]) -> int:
+def train_command(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         names = recipes.names()
         about = "\n".join(f"  {name:<24}{recipes.about(name)}" for name in names)
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
         return 0 if argv else 2
     if argv[0] == "--config" and len(argv) > 1:
         argv = argv[1:]
-    return drive(*parse(argv[0], argv[1:]))
+    return drive(*parse_train(argv[0], argv[1:]))
 
 
 def drive(config: TrainConfig, dry_run: bool) -> int:
@@ -83,7 +83,7 @@ def drive(config: TrainConfig, dry_run: bool) -> int:
         raise OSError("out of memory: raise accumulate, set gradient_checkpointing True, or lower the batch") from error
 
 
-def parse(recipe: str, argv: list[str]) -> tuple[TrainConfig, bool]:
+def parse_train(recipe: str, argv: list[str]) -> tuple[TrainConfig, bool]:
     prog = f"softmoe train {recipe}"
     if (Path(recipe) / "manifest.json").is_file():
         from softmoe.transfer import branch, plan_branch

@@ -12,7 +12,7 @@ from torch import nn
 from softmoe.bench import SUITES, cases, peers, report, suite
 from softmoe.bench.cases import OneHotRouting, Row, compare_moves
 from softmoe.bench.timing import Probes, Roofline, Timing
-from softmoe.cli.bench import Arguments
+from softmoe.cli.bench import BenchArguments
 from softmoe.models import MoEConfig, ViTConfig
 from softmoe.moe import ExpertsChoiceRouter, SoftRouter, TokensChoiceRouter
 from softmoe.train.config import OptimSection
@@ -28,7 +28,7 @@ def row(seconds: float, *, name: str = "a", case: str = "c", spread: float = 0.0
 
 def test_every_suite_has_a_name_and_a_function() -> None:
     """What the command takes is what there is."""
-    assert set(get_args(get_type_hints(Arguments)["what"])) == set(SUITES)
+    assert set(get_args(get_type_hints(BenchArguments)["what"])) == set(SUITES)
     assert all(callable(suite(name)) for name in SUITES)
 
 

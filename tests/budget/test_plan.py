@@ -9,7 +9,7 @@ from routers import moe_of
 
 from softmoe.budget.plan import DEVICES, Layout, Plan, Settings, best_plan, layouts, most_experts, plans
 from softmoe.budget.report import plan_report
-from softmoe.cli.plan import main, parse_bytes
+from softmoe.cli.budget import parse_bytes, plan_command
 from softmoe.models import ViTConfig, model_config
 from softmoe.parallel import Sizes, check_experts
 
@@ -137,12 +137,12 @@ def test_nothing_fits():
 def test_command(capsys):
     """Text for people, JSON for programs; both with the best layout."""
     arguments = ["soft_s16_128e", "--devices", "8", "--memory", "40GB", "--batch", "1024"]
-    assert main(arguments) == 0
+    assert plan_command(arguments) == 0
     text = capsys.readouterr().out
     assert "Best: --parallel.expert" in text
     assert "Assumed: a100-40" in text
     assert max(map(len, text.splitlines())) <= 100
-    assert main([*arguments, "--json", "--interconnect", "50"]) == 0
+    assert plan_command([*arguments, "--json", "--interconnect", "50"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["hardware"]["between"] == 50e9
     assert values["best"]["memory"]["peak"] <= 40e9

@@ -1,21 +1,99 @@
-"""`softmoe doctor MODEL_OR_RUN [DATA]`: what is wrong, in plain words."""
+"""`softmoe inspect` and `softmoe doctor`: what the routers of a model do, and what is wrong with it."""
 
 import json
+import sys
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from softmoe.cli.parse import parse
+from softmoe.cli.parse import parse, percent_on_terminal
 
 if TYPE_CHECKING:
     from softmoe.data import Source
     from softmoe.evaluate import Loaded
+    from softmoe.inspection import Inspection
     from softmoe.inspection.doctor import Verdict
     from softmoe.report import RunRecord
 
 
 @dataclass(frozen=True)
-class Arguments:
+class InspectArguments:
+    """Look inside a model: write figures, inspect.json and inspect.html."""
+
+    model: str
+    """Folder of a saved model or of a run, or a Hub id (user/name)."""
+    data: str
+    """Source of images: a folder with SPLIT/CLASS/IMAGE, or shapes, wds:PATTERN, hf:NAME, idx:PATH, digits."""
+    _: KW_ONLY
+    split: str = "val"
+    images: int = 16
+    """Images to show in full on the page."""
+    examples: int | None = 1024
+    """Images for the statistics, chosen at random (always the same ones); None is all."""
+    compare: str | None = None
+    """A second model, to stand beside the first."""
+    out: Path | None = None
+    """Folder to write into; the run's own if MODEL is one, else ./inspect."""
+    image_size: int | tuple[int, int] | None = None
+    """Pixels, or HEIGHTxWIDTH; the size each model was saved with if not given."""
+    batch_size: int = 32
+    workers: int = 0
+    """Processes that read images."""
+    device: str = "auto"
+
+
+def inspect_command(argv: list[str]) -> int:
+    a = parse(InspectArguments, argv, "inspect")
+
+    from softmoe.inspection import plots
+    from softmoe.inspection.inspect import write_inspection
+    from softmoe.inspection.page import NOTES, layers_text
+
+    names = [a.model, *([a.compare] if a.compare else [])]
+    models = [look(a, name) for name in names]
+    title = f"Inside {' and '.join(model.name for model in models)}"
+    written = write_inspection(models, out_folder(a), title=title, about={"data": a.data, "split": a.split})
+    for model in models:
+        print(f"{model.name}: {model.images:,} images\n{layers_text(model)}\n")
+    print("\n".join(f"{columns}: {meaning}" for columns, meaning in NOTES) + "\n")
+    if not plots.available():
+        print("softmoe: no figures were drawn, they need matplotlib: pip install softmoe-vit[plots]", file=sys.stderr)
+    for path in written:
+        if path.suffix != ".svg":
+            print(path)
+    return 0
+
+
+def look(a: InspectArguments, name: str) -> "Inspection":
+    from softmoe.data import open_source
+    from softmoe.evaluate import load
+    from softmoe.evaluate.inputs import random_subset
+    from softmoe.inspection.inspect import inspect_source
+
+    loaded = load(name, device=a.device, image_size=a.image_size)
+    source = random_subset(open_source(a.data, a.split), a.examples)
+    classes = loaded.saved.classes or (source.classes if len(source.classes) == loaded.model.config.num_classes else ())
+    return inspect_source(
+        loaded.model,
+        source,
+        loaded.transform,
+        name=Path(name).name or name,
+        images=a.images,
+        batch_size=a.batch_size,
+        workers=a.workers,
+        classes=classes,
+        about={"model": name, "fingerprint": loaded.saved.fingerprint, "data_fingerprint": source.fingerprint},
+        progress=percent_on_terminal("inspecting"),
+    )
+
+
+def out_folder(a: InspectArguments) -> Path:
+    run = Path(a.model)
+    return a.out or (run if (run / "metrics.jsonl").is_file() else Path("inspect"))
+
+
+@dataclass(frozen=True)
+class DoctorArguments:
     """Check a model or a run. Exit code 0 if nothing is wrong, 1 if something is."""
 
     model: str
@@ -33,8 +111,8 @@ class Arguments:
     """Print as JSON."""
 
 
-def main(argv: list[str]) -> int:
-    a = parse(Arguments, argv, "doctor")
+def doctor_command(argv: list[str]) -> int:
+    a = parse(DoctorArguments, argv, "doctor")
 
     from softmoe.report import load_run
 
@@ -44,12 +122,12 @@ def main(argv: list[str]) -> int:
     if a.json:
         print(json.dumps({"model": a.model, "wrong": wrong, "verdicts": [v.to_dict() for v in verdicts]}, indent=2))
     else:
-        print("\n".join(line(v) for v in verdicts))
-        print(f"\n{a.model}: {summary(verdicts, wrong)}")
+        print("\n".join(verdict_line(v) for v in verdicts))
+        print(f"\n{a.model}: {verdict_summary(verdicts, wrong)}")
     return 1 if wrong else 0
 
 
-def model_verdicts(a: Arguments, run: "RunRecord | None") -> "list[Verdict]":
+def model_verdicts(a: DoctorArguments, run: "RunRecord | None") -> "list[Verdict]":
     from softmoe.evaluate import load
     from softmoe.inspection.collect import layer_results
     from softmoe.inspection.doctor import (
@@ -84,7 +162,7 @@ def model_verdicts(a: Arguments, run: "RunRecord | None") -> "list[Verdict]":
     return found + examine_layers(layer_results(model, batches_of(a, source, loaded))[1])
 
 
-def images_of(a: Arguments, run: "RunRecord | None") -> "Source | None":
+def images_of(a: DoctorArguments, run: "RunRecord | None") -> "Source | None":
     from softmoe.data import open_source
     from softmoe.evaluate.inputs import random_subset
 
@@ -95,7 +173,7 @@ def images_of(a: Arguments, run: "RunRecord | None") -> "Source | None":
     return None if name is None else random_subset(open_source(name, split), a.images)
 
 
-def batches_of(a: Arguments, source: "Source", loaded: "Loaded"):
+def batches_of(a: DoctorArguments, source: "Source", loaded: "Loaded"):
     from softmoe.data import evaluation_batches
 
     return (batch.images for batch in evaluation_batches(source, loaded.transform, a.batch_size))
@@ -118,7 +196,7 @@ def run_verdicts(run: "RunRecord") -> "list[Verdict]":
     return [*found, examine_loading(run.rows, workers, batches, d.batch_size)]
 
 
-def summary(verdicts: "list[Verdict]", wrong: int) -> str:
+def verdict_summary(verdicts: "list[Verdict]", wrong: int) -> str:
     """Say what was looked at, and what came of it."""
     known = [v.check for v in verdicts if v.wrong is not None]
     left = len(verdicts) - len(known)
@@ -126,7 +204,7 @@ def summary(verdicts: "list[Verdict]", wrong: int) -> str:
     return f"{told} ({', '.join(dict.fromkeys(known))})" + (f"; {left} could not be made" if left else "")
 
 
-def line(v: "Verdict") -> str:
+def verdict_line(v: "Verdict") -> str:
     mark = {True: "WRONG", False: "ok", None: "-"}[v.wrong]
     text = f"{mark:<6} {v.check}: {v.figure}" + (f" (limit: {v.limit})" if v.limit else "")
     return f"{text}\n       {v.advice}" if v.wrong else text

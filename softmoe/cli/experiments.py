@@ -1,0 +1,175 @@
+"""`softmoe sweep`, `study` and `report`: several runs, compared."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from softmoe.cli.parse import parse, unused
+from softmoe.cli.train import drive, parse_train
+from softmoe.cli.transfer import parse_finetune
+
+USAGE = """usage: softmoe sweep RECIPE KEY=V1,V2,... [KEY=...] [--data DATA] [--section.key value ...]
+       softmoe sweep finetune MODEL DATA KEY=V1,V2,... [--section.key value ...]
+
+RECIPE, MODEL and DATA as in softmoe train and softmoe finetune; KEY as there, or its last part: lr=1e-3,3e-3 seed=0,1.
+Each combination is a run of its own, named after its values; those that are done are not done again. At the end there
+is one table and one page. --dry-run lists the runs."""
+
+
+def sweep_command(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0 if argv else 2
+    first = next((i for i, word in enumerate(argv) if word.startswith("--")), len(argv))
+    words, options = argv[:first], argv[first:]
+    grid = dict(word.split("=", 1) for word in words if re.fullmatch(r"[\w.\-]+=.+", word))
+    what = [word for word in words if word.split("=", 1)[0] not in grid]
+    if not grid or not what:
+        raise ValueError("give a recipe and values: softmoe sweep RECIPE lr=1e-3,3e-3")
+    if what[0] == "finetune" and len(what) != 3:
+        raise ValueError("give a model and data: softmoe sweep finetune MODEL DATA lr=1e-3,3e-3")
+    values = itertools.product(*(value.split(",") for value in grid.values()))
+    cells = [dict(zip(grid, row, strict=True)) for row in values]
+    dry = "--dry-run" in options
+    folders = []
+    for number, cell in enumerate(cells, 1):
+        settings = [word for key, value in cell.items() for word in (f"--{key}", value)]
+        settings = [*(word for word in options if word != "--dry-run"), *settings, "--run-name", name_of(what[0], cell)]
+        tuned = what[0] == "finetune"
+        config, _ = parse_finetune(what[1], what[2], settings) if tuned else parse_train(what[0], settings)
+        folders.append(Path(config.runs) / config.run_name)
+        print(f"run {number} of {len(cells)}: {folders[-1]}", flush=True)
+        code = 0 if dry else drive(config, False)
+        if code:
+            return code
+    if not dry:
+        show_sweep(cells, folders)
+    return 0
+
+
+def name_of(recipe: str, cell: dict[str, str]) -> str:
+    parts = [Path(recipe).stem, *(f"{key.rsplit('.', 1)[-1]}_{value}" for key, value in cell.items())]
+    return re.sub(r"[^\w.\-]+", "-", "_".join(parts))
+
+
+def show_sweep(cells: list[dict[str, str]], folders: list[Path]) -> None:
+    from softmoe.report import load_run, table_text, write_report
+    from softmoe.report.page import number_cell
+
+    runs = [load_run(folder) for folder in folders]
+    best = ("best top-1 %", "last loss", "seconds")
+    rows = [
+        (
+            *cell.values(),
+            number_cell(max((row["val/top1"] for row in run.rows if "val/top1" in row), default=None), ".2f", 100),
+            number_cell(run.last("val/loss"), ".4f"),
+            number_cell(run.last("device_seconds"), ",.0f"),
+        )
+        for cell, run in zip(cells, runs, strict=True)
+    ]
+    print(f"\n{table_text([(*cells[0], *best), *rows])}")
+    print(write_report(runs, unused(folders[0].parent / "sweep.html"), title="Sweep over " + ", ".join(cells[0])))
+
+
+@dataclass(frozen=True)
+class StudyArguments:
+    """Run one of the paper's experiments: its grid, its figure with the paper's numbers beside, and a verdict."""
+
+    names: tuple[str, ...]
+    """Names of studies; `softmoe study` lists them. They share the runs they have in common."""
+    _: KW_ONLY
+    scale: Literal["tiny", "small", "paper"] = "small"
+    """tiny: seconds, on generated images; small: 45 seconds a run on one core; paper: as the paper did it."""
+    recipe: str | None = None
+    """A recipe whose model, data and settings are studied instead of a scale's, for example quickstart."""
+    data: str | None = None
+    """Training data: a folder with train/CLASS/* and val/CLASS/*, or a source as in training."""
+    transfer: str | None = None
+    """Data of other classes: adds the accuracy of 10 images a class on each model's features."""
+    seeds: int | None = None
+    """Runs of each cell; 3 at scale small, else 1. One seed gives no interval."""
+    steps: int | None = None
+    """Steps of each run, instead of the scale's."""
+    out: Path = Path("studies")
+    """Runs, tables, figures and verdicts go here. What is done already is not done again."""
+    jobs: int = 1
+    """Runs at the same time, a process of one thread (and one GPU, if there are) each."""
+    collect: bool = False
+    """Run nothing: write table, figure and verdict of what is done."""
+    dry_run: bool = False
+    """Print the number of runs, FLOPs and time, and stop."""
+
+
+def study_command(argv: list[str]) -> int:
+    from softmoe.studies import about, find, names
+
+    if not argv:
+        print("usage: softmoe study NAME... [--help]\n\n" + "\n".join(f"  {name:<20}{about(name)}" for name in names()))
+        return 2
+    a = parse(StudyArguments, argv, "study")
+    studies = [find(name) for name in a.names]
+
+    from softmoe.studies.driver import Store, estimate, run_study
+    from softmoe.studies.lab import make_lab
+
+    check(a)
+    lab = make_lab(a.scale, a.data, a.seeds, a.transfer, a.steps, a.recipe)
+    store = Store(a.out, a.transfer)
+    failed = False
+    for study in studies:
+        if a.dry_run:
+            print(estimate(study, lab, store))
+            continue
+        tiny = a.scale == "tiny" and a.recipe is None
+        say = partial(print, flush=True)
+        done = run_study(study, lab, store, jobs=a.jobs, collect=a.collect, verdict=not tiny, say=say)
+        if done.stopped:
+            print("stopped; the same command goes on from here")
+            return 130
+        if tiny:
+            print("  smoke test: all parts work; three steps say nothing about the question, so there is no verdict")
+        for claim in done.claims:
+            print(f"  {claim.word:<28}{claim.text}: {claim.found or '-'}")
+        print("\n".join(f"  {path}" for path in done.files))
+        failed = failed or bool(done.failures)
+    return int(failed)
+
+
+def check(a: StudyArguments) -> None:
+    for name, value in (("--seeds", a.seeds), ("--jobs", a.jobs), ("--steps", a.steps)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+@dataclass(frozen=True)
+class ReportArguments:
+    """Write a page with the table, curves, differing settings and router health of runs."""
+
+    runs: tuple[Path, ...]
+    """Folders of runs."""
+    _: KW_ONLY
+    out: Path | None = None
+    """Where the page goes; report.html in the first run's folder if not given."""
+    title: str | None = None
+    """Title of the page."""
+
+
+def report_command(argv: list[str]) -> int:
+    a = parse(ReportArguments, argv, "report")
+    if not a.runs:
+        raise ValueError("give the folders of runs: softmoe report RUNS...")
+
+    from softmoe.report import load_run, summary_table, table_text, write_report
+
+    records = [load_run(folder) for folder in a.runs]
+    for record in records:
+        if record.damaged:
+            print(f"{record.folder}: {record.damaged} damaged lines of metrics.jsonl are left out")
+    print(table_text(summary_table(records)))
+    print(write_report(records, a.out or a.runs[0] / "report.html", title=a.title))
+    return 0

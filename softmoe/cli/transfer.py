@@ -1,0 +1,216 @@
+"""`softmoe finetune`, `upcycle` and `soup`: models from models."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import KW_ONLY, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from softmoe import recipes
+from softmoe.cli.parse import parse, parse_run, parse_size, read_words
+from softmoe.cli.train import drive, take
+
+if TYPE_CHECKING:
+    from softmoe.train import TrainConfig
+
+
+USAGE = """usage: softmoe finetune MODEL DATA [--image-size 384] [--adapters] [--dry-run] [--section.key value ...]
+
+MODEL  a saved model, a run, a Hub id, or others' weights: an .npz or .safetensors file, or a folder with config.json.
+       What a file alone does not tell: --mean 0.485,0.456,0.406 --std 0.229,0.224,0.225 --heads 6 --activation gelu
+DATA   a folder with CLASS/* (a tenth is kept for validation) or with train/CLASS/* and val/CLASS/*, or a source as in
+       training
+
+The head is new, positions are resampled to the image size (any, also HEIGHTxWIDTH), slots stay as they are.
+--adapters trains the head and narrow soft experts beside the MLPs, fewer than 5 % of the weights, and saves only them.
+softmoe finetune MODEL DATA --help lists every setting. A stopped run continues with the same command."""
+
+
+def finetune_command(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0 if argv else 2
+    if len(argv) < 2 or argv[1].startswith("-"):
+        raise ValueError("give a model and data: softmoe finetune MODEL DATA")
+    return drive(*parse_finetune(argv[0], argv[1], argv[2:]))
+
+
+def parse_finetune(model: str, data: str, argv: list[str]) -> tuple[TrainConfig, bool]:
+    from softmoe.convert.foreign import with_options
+    from softmoe.transfer import transfer_config
+
+    size, rest = take(argv, "--image-size")
+    given = {}
+    for name in ("mean", "std", "heads", "activation"):  # of others' weights: kept with their path
+        given[name], rest = take(rest, f"--{name}")
+    model = with_options(model, given)
+    adapters, rest = "--adapters" in rest, [word for word in rest if word != "--adapters"]
+    image_size = parse_size(size) if size else None
+    default = transfer_config(recipes.load("finetune"), model, image_size=image_size, adapters=adapters)
+    default = replace(default, data=replace(default.data, train=data))
+    return parse_run(default, rest, "softmoe finetune MODEL DATA")
+
+
+@dataclass(frozen=True)
+class UpcycleArguments:
+    """Make a model with experts from a dense one, save it, and say how far its output is from the dense one's."""
+
+    dense: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DENSE")]
+    """A saved model or run; or others' weights: an .npz or .safetensors file (original ViT, big_vision, timm, Hugging
+    Face, open_clip, torchvision), or a folder or Hub id with its config.json."""
+    experts: int = 16
+    slots: int = 1
+    """Slots per expert."""
+    blocks: str = "last_half"
+    """last_half, or block numbers as in 6,7,8."""
+    router: str = "soft"
+    init: str = "beside"
+    """beside keeps the MLPs and adds narrow experts whose output begins at zero: nothing is lost. The others put copies
+    of the MLPs in their place, with routers that are fresh (copy) or set from the tokens of --data (centers, positions,
+    or closest: the better of these, refined). compare tries all, saves none and recommends one."""
+    expert_dim: int | None = None
+    """Hidden width of each expert; None is a sixteenth of the MLP's beside it, and all of it in its place."""
+    redraw: float = 0.0
+    """Copies: share of each expert's hidden units that are drawn anew."""
+    noise: float = 0.0
+    """Copies: added to each expert, relative to the deviation of its weights."""
+    capacity_factor: float | None = None
+    """Sparse routers: room for tokens."""
+    data: str | None = None
+    """Images for the routers and the report: a folder, or a source as in training."""
+    split: str = "train"
+    images: int = 128
+    """Images of --data: so many for the routers, and as many others for the report."""
+    out: str | None = None
+    """Folder of the new model; None only reports."""
+    heads: int | None = None
+    """Heads of a file of others' weights, if they cannot be told from its width."""
+    image_size: int | None = None
+    """Image size of others' weights whose positions do not tell."""
+    activation: str | None = None
+    """Activation of a file of others' weights: gelu, gelu_tanh (SigLIP) or quick_gelu (OpenAI's CLIP)."""
+    mean: str | None = None
+    """Mean of the pixels in [0, 1] that a file of others' weights was trained with: 0.5, or 0.485,0.456,0.406."""
+    std: str | None = None
+    """Their deviation, as 0.5 or 0.229,0.224,0.225."""
+    seed: int = 0
+
+
+def upcycle_command(argv: list[str]) -> int:
+    a = read_words(UpcycleArguments, args=argv, prog="softmoe upcycle")
+    blocks = parse_blocks(a.blocks)
+
+    import torch
+
+    from softmoe.convert.foreign import open_foreign, with_options
+    from softmoe.storage import from_pretrained, open_saved, save_pretrained
+    from softmoe.transfer import compare_starts, upcycle
+
+    torch.manual_seed(a.seed)
+    given = {name: getattr(a, name) for name in ("heads", "image_size", "activation", "mean", "std")}
+    foreign = open_foreign(with_options(a.dense, given))
+    dense = from_pretrained(a.dense) if foreign is None else foreign.model
+    saved = open_saved(a.dense) if foreign is None else foreign
+    facts = {"preprocessing": saved.preprocessing, "classes": saved.classes}
+    images = held_out = None
+    if a.data is not None:
+        both = read_images(a, facts.get("preprocessing"), dense.config.image_shape)
+        images, held_out = both[::2], both[1::2]
+    optional = {"capacity_factor": a.capacity_factor, "expert_dim": a.expert_dim}
+    options: dict[str, Any] = {
+        **{name: value for name, value in optional.items() if value is not None},
+        "blocks": blocks,
+        "router": a.router,
+        "images": images,
+        "held_out": held_out,
+        "report": lambda line: print(line, file=sys.stderr, flush=True),
+    }
+    if a.init == "compare":
+        print(compare_starts(dense, a.experts, a.slots, **options))
+        return 0
+    start = upcycle(dense, a.experts, a.slots, init=a.init, noise=a.noise, redraw=a.redraw, **options)
+    print(start)
+    if a.out is not None:
+        made = {"upcycled_from": a.dense, "init": a.init, "distance": start.distance.features}
+        save_pretrained(start.model, a.out, provenance=made, **facts)
+        print(f"saved in {a.out}")
+    return 0
+
+
+def parse_blocks(text: str) -> str | tuple[int, ...]:
+    if text == "last_half":
+        return text
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(f"--blocks must be last_half or block numbers as in 6,7,8, got {text!r}")
+    return tuple(int(part) for part in parts)
+
+
+def read_images(a: UpcycleArguments, preprocessing: Any, size: tuple[int, int]) -> Any:
+    from softmoe.data import evaluation_batches, open_source
+    from softmoe.evaluate.inputs import evaluation_transform, random_subset
+    from softmoe.storage import Preprocessing
+
+    assert a.data is not None
+    source = random_subset(open_source(a.data, a.split), 2 * a.images, a.seed)
+    transform = evaluation_transform(preprocessing or Preprocessing(size))
+    return next(iter(evaluation_batches(source, transform, len(source)))).images
+
+
+@dataclass(frozen=True)
+class SoupArguments:
+    """Average the weights of models that were fine-tuned from the same one: one model, better than each, at no cost."""
+
+    models: tuple[str, ...]
+    """Folders of saved models or of runs."""
+    _: KW_ONLY
+    out: str
+    """Folder of the new model; it must be new or empty."""
+    greedy: bool = False
+    """Best first, and keep only those that do not lower the accuracy on --data."""
+    data: str | None = None
+    """Greedy: images to choose by (not those the result is later judged by): a folder, or a source as in training."""
+    split: str = "val"
+    examples: int | None = None
+    """Greedy: use this many images only, drawn at random."""
+    batch_size: int = 64
+    device: str = "auto"
+
+
+def soup_command(argv: list[str]) -> int:
+    a = parse(SoupArguments, argv, "soup")
+    if a.greedy != (a.data is not None):
+        raise ValueError("--greedy and --data belong together: a greedy soup is chosen by its accuracy on data")
+
+    if Path(a.out).exists() and any(Path(a.out).iterdir()):
+        raise ValueError(f"{a.out} is there already: choose another --out, or remove it")
+
+    from softmoe.machine import choose_device
+    from softmoe.transfer import greedy_soup, soup
+
+    if not a.greedy:
+        print(f"averaged {len(soup(a.models, a.out).kept)} models into {a.out}")
+        return 0
+    result = greedy_soup(a.models, a.out, accuracy_on(a), choose_device(a.device))
+    for index in sorted(range(len(a.models)), key=lambda index: -result.scores[index]):
+        print(f"{result.scores[index]:.4f}  {'kept' if index in result.kept else 'left'}  {a.models[index]}")
+    print(f"{result.score:.4f}  soup of {len(result.kept)}, in {a.out}")
+    return 0
+
+
+def accuracy_on(a: SoupArguments):
+    """Top-1 on the data, prepared as the first model says."""
+    from softmoe.data import evaluation_batches, open_source
+    from softmoe.evaluate.classify import classification
+    from softmoe.evaluate.inputs import evaluation_transform, match_classes, random_subset
+    from softmoe.storage import open_saved
+
+    assert a.data is not None
+    first = open_saved(a.models[0])
+    source = random_subset(open_source(a.data, a.split), a.examples)
+    source, _ = match_classes(source, first.classes, first.config.num_classes or 0)
+    transform = evaluation_transform(first.preprocessing)
+    return lambda model: classification(model, evaluation_batches(source, transform, a.batch_size))["top1"]
