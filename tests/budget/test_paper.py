@@ -5,6 +5,7 @@ import torch
 
 from softmoe.budget import cost
 from softmoe.budget.paper import (
+    LARGE,
     MISFITS,
     Comparison,
     ParetoRun,
@@ -19,7 +20,6 @@ from softmoe.budget.paper import (
     read_table,
     summary,
 )
-from softmoe.budget.paper.compare import LARGE
 from softmoe.models import create_model, model_config
 from softmoe.models.registry import PAPER_MODELS
 from softmoe.moe import TokensChoiceConfig

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from softmoe.budget.paper import Comparison, ParetoRun, compare_long_runs, compare_pareto_runs, read_table
-from softmoe.budget.paper.compare import LARGE
+from softmoe.budget.paper import LARGE, Comparison, ParetoRun, compare_long_runs, compare_pareto_runs, read_table
 from softmoe.studies.catalog.pareto import PAPER_COSTS, ROUTERS, printed
 from softmoe.studies.figures import COLORS, PAPER_QUALITY, ROUTING, finish, panels, pareto
 from softmoe.studies.lab import Cell, Lab
