@@ -21,7 +21,7 @@ class DemoArguments:
 def demo_command(argv: list[str]) -> int:
     a = parse(DemoArguments, argv, "demo")
 
-    from softmoe.studies.demo import run_demo
+    from softmoe.studies.quickstart import run_demo
 
     shown, page = run_demo(a.out, a.pictures)
     right = 0

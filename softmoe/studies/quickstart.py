@@ -1,14 +1,21 @@
-"""The first thing to run: a small Soft MoE on `characters` beside its controls and its dense twin, and a page on what
-slots, experts and a place give."""
+"""The first things to run: the small model that comes with the package, shown; and a small Soft MoE, trained.
+
+The latter learns `characters` beside its controls and its dense twin, with a page on what slots, experts and a place
+give.
+"""
 
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from softmoe.data import Transform, open_source
+from softmoe.evaluate import load, predict
 from softmoe.evaluate.inputs import random_subset
 from softmoe.inspection.inspect import inspect_source, write_inspection
+from softmoe.inspection.page import write_page
 from softmoe.recipes import quickstart, quickstart_dense
 from softmoe.report import RunRecord, load_run, write_report
 from softmoe.report.runs import comparison, save_png
@@ -19,6 +26,43 @@ from softmoe.studies.jobs import Job, Stopped, Training
 from softmoe.studies.results import Row, Table
 from softmoe.train import TrainConfig
 from softmoe.train.folder import RunFolder, write_model
+
+DEMO_DATA = "shapes?size=48"
+DEMO_EXAMPLES = 64  # pictures for the statistics of the page
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A picture the model was not trained on, what it shows, and what the model takes it for."""
+
+    path: Path
+    shows: str
+    taken_for: str
+    probability: float
+
+
+def run_demo(folder: Path, pictures: int = 8) -> tuple[list[Shown], Path]:
+    """Draw `pictures` into the folder, predict them, and write the inspection page; returns both."""
+    if pictures < 1:
+        raise ValueError(f"the number of pictures must be at least 1, got {pictures}")
+    loaded = load("demo", device="cpu")
+    source = random_subset(open_source(DEMO_DATA, "val"), pictures, seed=1)
+    truth: dict[Path, str] = {}
+    (folder / "pictures").mkdir(parents=True, exist_ok=True)
+    for index in range(len(source)):
+        example = source[index]
+        path = folder / "pictures" / f"{index + 1}.png"
+        Image.fromarray(example.image).save(path)
+        truth[path] = source.classes[example.labels[0]]
+    predictions, _ = predict("demo", list(truth), device="cpu")
+    shown = [Shown(Path(p.name), truth[Path(p.name)], *p.top[0]) for p in predictions]
+    statistics = random_subset(open_source(DEMO_DATA, "val"), DEMO_EXAMPLES)
+    inside = inspect_source(
+        loaded.model, statistics, loaded.transform, name="demo", images=pictures, classes=loaded.class_names()
+    )
+    lead = f"{inside.images} pictures of {DATA} that it was not trained on."
+    return shown, write_page([inside], folder / "inspect.html", title="Inside the demo model", lead=lead)
+
 
 TITLE = "A small Soft MoE, its controls and its dense twin"
 LEAD = (
