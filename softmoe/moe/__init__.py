@@ -1,6 +1,5 @@
 """The layer: tokens in, tokens out. One device, torch only."""
 
-from softmoe.moe.beside import ExpertsBeside
 from softmoe.moe.experts import Experts
 from softmoe.moe.fixed import (
     IdentityConfig,
@@ -12,7 +11,7 @@ from softmoe.moe.fixed import (
     UniformSoftConfig,
     UniformSoftRouter,
 )
-from softmoe.moe.layer import MoE, SoftMoE
+from softmoe.moe.layer import ExpertsBeside, MoE, SoftMoE
 from softmoe.moe.placed import PlacedConfig, PlacedRouter
 from softmoe.moe.routing import Router, RouterConfig, Routing, SparseRouting
 from softmoe.moe.soft import DenseRouting, SoftConfig, SoftRouter

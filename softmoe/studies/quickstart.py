@@ -60,7 +60,7 @@ def run_demo(folder: Path, pictures: int = 8) -> tuple[list[Shown], Path]:
     inside = inspect_source(
         loaded.model, statistics, loaded.transform, name="demo", images=pictures, classes=loaded.class_names()
     )
-    lead = f"{inside.images} pictures of {DATA} that it was not trained on."
+    lead = f"{inside.images} pictures of {DEMO_DATA} that it was not trained on."
     return shown, write_page([inside], folder / "inspect.html", title="Inside the demo model", lead=lead)
 
 
