@@ -28,7 +28,7 @@ from softmoe.storage.checkpoint import STEP_NAME
 from softmoe.storage.files import flatten, read_json, write_json
 from softmoe.storage.saved import parse_architecture, split_architecture, tokenizer_of_run
 from softmoe.train.config import TrainConfig
-from softmoe.train.schedule import make_schedule
+from softmoe.train.optim import make_schedule
 
 FREE = (
     "run_name",

@@ -1,18 +1,29 @@
-"""Parameters -> groups with their weight decay and learning rate; AdamW or SGD.
+"""Parameters -> groups with their weight decay and learning rate; AdamW or SGD; and the learning rate of each step.
 
 The decay of a parameter is that of the first rule its name matches, zero if none does. The rules follow the paper's
 code: the head's matrix, all other matrices, and the soft routers' scale. Slot vectors (phi), biases, norms,
 positions, class token and probe are in no rule.
+
+Rates are pure functions of the step (0-based: the first update uses rate(0)), never negative:
+
+    warm-up      peak * t / W for t < W, so the very first update has rate 0 when there is a warm-up
+    rsqrt        peak / sqrt(1 + (t - W) / timescale)
+    linear       from peak at W to `end` at `decay_steps`
+    cosine       the same with half a cosine
+    cooldown     the last C steps go from the rate at T - C to 0 in a straight line (any kind)
+
+T is the length of the run, W the warm-up and C the cooldown, in steps.
 """
 
+import math
 import re
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from softmoe.train.config import OptimSection
+from softmoe.train.config import OptimSection, ScheduleSection
 
 BLOCK = re.compile(r"^encoder\.blocks\.(\d+)\.")
 BELOW = re.compile(r"^(embed|positions|pre_norm)\.|^(class_token|registers)$")  # what comes before the first block
@@ -22,6 +33,7 @@ KERNEL = r"(^|\.)(proj|qkv|out|fc1|fc2|router|pre_logits|projection)\.weight$|\.
 LOCKED = (r"^image\.", 0.0)  # the image tower of two
 BESIDE = re.compile(r"^(.*\.mlp)\.(router|experts|mlp)\.")
 ADAPTERS = ((r"^head\.|\.mlp\.(router|experts)\.", 1.0), (r"", 0.0))
+Schedule = Callable[[int], float]
 
 
 def make_optimizer(
@@ -120,3 +132,32 @@ def gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def _some(model: nn.Module) -> list[str]:
     names = [name for name, _ in model.named_parameters()]
     return [names[0], names[len(names) // 2], names[-1]]
+
+
+def make_schedule(config: ScheduleSection, steps: int) -> Schedule:
+    """rate(step) for a run of `steps` updates; 0 from the end of a cooldown on."""
+    base = _before_cooldown(config, config.decay_steps or steps)
+    start, cooldown = steps - config.cooldown, config.cooldown
+
+    def rate(step: int) -> float:
+        if step < config.warmup:
+            return config.peak * step / config.warmup
+        if cooldown and step >= start:
+            return max(0.0, base(start) * (1.0 - (step - start) / cooldown))
+        return max(0.0, base(step))
+
+    return rate
+
+
+def _before_cooldown(config: ScheduleSection, decay_steps: int) -> Schedule:
+    peak, end, warmup = config.peak, config.end, config.warmup
+
+    def done(step: int) -> float:
+        return min(1.0, (step - warmup) / max(1, decay_steps - warmup))
+
+    return {
+        "rsqrt": lambda step: peak / math.sqrt(1.0 + (step - warmup) / config.timescale),
+        "linear": lambda step: end + (peak - end) * (1.0 - done(step)),
+        "cosine": lambda step: end + (peak - end) * 0.5 * (1.0 + math.cos(math.pi * done(step))),
+        "constant": lambda step: peak,
+    }[config.kind]

@@ -31,8 +31,7 @@ from softmoe.train.folder import RunFolder
 from softmoe.train.health import HealthWatch
 from softmoe.train.log import MetricsFile, Progress, Sink
 from softmoe.train.objectives import Contrastive, Objective, balance_weights, make_objective
-from softmoe.train.optim import make_optimizer
-from softmoe.train.schedule import Schedule, make_schedule
+from softmoe.train.optim import Schedule, make_optimizer, make_schedule
 
 
 class Average:

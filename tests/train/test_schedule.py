@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from softmoe.train.config import ScheduleSection
-from softmoe.train.schedule import make_schedule
+from softmoe.train.optim import make_schedule
 
 
 def test_rsqrt_golden():

@@ -8,7 +8,7 @@ from softmoe.storage.checkpoint import read_checkpoint
 from softmoe.train import train
 from softmoe.train.folder import RunFolder
 from softmoe.train.log import read_metrics
-from softmoe.train.schedule import make_schedule
+from softmoe.train.optim import make_schedule
 from softmoe.transfer.branch import branch, branch_config
 
 
