@@ -19,8 +19,8 @@ from softmoe.models.config import router_options
 from softmoe.storage.files import flatten
 from softmoe.train import Result, TrainConfig
 from softmoe.train import train as run_to_the_end
-from softmoe.train.fit import fit, set_keys, steps_of
 from softmoe.train.folder import free_name, write_model
+from softmoe.train.preview import fit, set_keys, steps_of
 from softmoe.transfer import transfer_config
 
 

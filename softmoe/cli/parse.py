@@ -147,8 +147,8 @@ def parse_run(default: "TrainConfig", argv: list[str], prog: str, *, new: bool =
     from softmoe.moe.routing import ROUTERS
     from softmoe.storage.files import flatten
     from softmoe.train import ModelSection, TrainConfig
-    from softmoe.train.fit import fit, steps_of
     from softmoe.train.folder import free_name
+    from softmoe.train.preview import fit, steps_of
 
     types = {name: hint for name, hint in router_options().items() if name != "num_experts"}
     leaves = [

@@ -7,8 +7,8 @@ import pytest
 
 from softmoe import recipes
 from softmoe.train import TrainConfig
-from softmoe.train.fit import fit, steps_of
 from softmoe.train.folder import RunFolder, free_name
+from softmoe.train.preview import fit, steps_of
 
 SMALL_RECIPES = [
     name for name in recipes.names() if name not in ("contrastive", "lit", "lit_small")
