@@ -151,7 +151,6 @@ def exit_code(result: Result) -> int:
 
 def finish(result: Result) -> int:
     """Save the model and say where things are, with the step and the numbers of the checkpoint that became it."""
-    from softmoe.storage.files import read_json
     from softmoe.train.folder import write_model
 
     folder = result.folder
@@ -161,12 +160,9 @@ def finish(result: Result) -> int:
         name = signal.Signals(result.signal).name
         print(f"stopped by {name} after step {result.step}; to continue: softmoe train {folder.path}")
         return exit_code(result)
-    checkpoint = folder.chosen_checkpoint()
-    state = read_json(checkpoint / "state.json")
-    evaluated = state["progress"].get("evaluation") or {}
-    numbers = evaluated["numbers"] if evaluated.get("step") == state["step"] else {}
+    step, numbers = folder.chosen_numbers()
     rows = {name: f"{value:.4f}" for name, value in numbers.items()}
-    rows |= {"step": str(state["step"]), "model": str(write_model(folder).folder), "metrics": str(folder.metrics)}
+    rows |= {"step": str(step), "model": str(write_model(folder).folder), "metrics": str(folder.metrics)}
     if folder.evaluation.exists():
         rows["evaluation"] = str(folder.evaluation)
     rows["report"] = report_page(folder)

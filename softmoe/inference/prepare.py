@@ -117,8 +117,11 @@ def check(model: nn.Module, weights: Weights) -> None:
     """Refuse a model unless every part that will be replaced, and every part around it, is of a known meaning."""
     if model.training:
         raise ValueError("a model in training mode cannot be prepared: call model.eval() first")
-    if any(tensor.is_meta for tensor in _tensors(model)):
-        raise ValueError("a model on the meta device has no weights to prepare")
+    for tensor in _tensors(model):
+        if tensor.is_meta:
+            raise ValueError("a model on the meta device has no weights to prepare")
+        if type(tensor).__module__.split(".")[0] != "torch":
+            raise ValueError(f"a weight is a {type(tensor).__name__} already: prepare first, then let others quantize")
     for path, module in model.named_modules():
         where = path or "the module"
         known = _LAYERS if isinstance(module, MoE) else _ROUTERS if isinstance(module, Router) else (Experts,)

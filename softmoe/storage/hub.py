@@ -4,6 +4,7 @@ The Hub needs the extra `hub`; everything else works without it. A card is made 
 """
 
 import difflib
+import json
 import re
 import tempfile
 from pathlib import Path
@@ -17,7 +18,7 @@ if TYPE_CHECKING:  # it imports this module
 
 _LISTED = 20  # class names shown
 _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_WANTED = ["*config.json", "README.md", "*.safetensors", "*.safetensors.index.json", "tokenizer.*"]  # never a pickle
+_FILES = ["*config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer.*"]  # never a pickle
 
 
 def is_id(text: str) -> bool:
@@ -40,7 +41,7 @@ def download(name: str, revision: str | None = None) -> Path:
     """Return the folder of a model on the Hub, fetched once and kept in huggingface_hub's cache."""
     api = _api(f"there is no folder {name}, and to look for it on the Hub")
     try:
-        return Path(api.snapshot_download(name, revision=revision, allow_patterns=_WANTED))
+        return Path(api.snapshot_download(name, revision=revision, allow_patterns=[*_FILES, "README.md"]))
     except Exception as error:  # each version of the library and of its transport has errors of its own
         raise ValueError(
             f"there is no folder {name}, and the model could not be fetched from the Hub: {first_line(error)}"
@@ -49,18 +50,27 @@ def download(name: str, revision: str | None = None) -> Path:
 
 def upload(folder: str | Path, name: str, *, private: bool = False) -> str:
     """Put a saved model on the Hub under `user/name`; returns its address."""
-    from softmoe.storage.saved import is_saved
+    from softmoe.storage.saved import is_saved, open_saved
 
     if not is_saved(Path(folder)):
         raise ValueError(f"{folder} is not a saved model; write one with softmoe.save_pretrained")
     if not is_id(name):
         raise ValueError(f"the name of a model on the Hub looks like user/name, not {name!r}")
-    api = _api("to put a model on the Hub")
+    api, saved = _api("to put a model on the Hub"), open_saved(folder)
     try:
         api.create_repo(name, private=private, exist_ok=True)
-        return str(api.upload_folder(repo_id=name, folder_path=str(folder), allow_patterns=_WANTED))
+        address = str(api.upload_folder(repo_id=name, folder_path=str(folder), allow_patterns=_FILES))
+        if (saved.folder / "README.md").is_file():
+            api.upload_file(path_or_fileobj=_card_for(saved, name).encode(), path_in_repo="README.md", repo_id=name)
+        return address
     except Exception as error:
         raise ValueError(f"the model could not be put on the Hub as {name}: {first_line(error)}") from error
+
+
+def _card_for(saved: "SavedModel", name: str) -> str:
+    """Return the folder's card, as its owner may have changed it, with the name by which others will call the model."""
+    text = (saved.folder / "README.md").read_text("utf-8")
+    return text.replace(_use(saved), _use(saved, name)).replace(f"# {_title(saved)}\n", f"# {name.split('/')[-1]}\n", 1)
 
 
 def push_to_hub(model: Any, name: str, *, private: bool = False, **facts: Any) -> str:
@@ -95,7 +105,8 @@ def model_card(saved: "SavedModel", parameters: int) -> str:
     if config.moe:
         kind = f"a vision transformer with {config.moe.router.name.replace('_', ' ')} mixtures of experts"
         router = config.moe.router
-        slots = f", {router.slots_per_expert} slots each" if isinstance(router, SoftConfig) else ""
+        each = router.slots_per_expert if isinstance(router, SoftConfig) else 0
+        slots = f", {each} slot{'s' * (each > 1)} each" if each else ""
         blocks = ", ".join(map(str, config.moe_blocks))
         rows["experts"] = f"{config.moe.num_experts} ({router.name}{slots}) in blocks {blocks}"
     if saved.towers:
@@ -115,8 +126,10 @@ def model_card(saved: "SavedModel", parameters: int) -> str:
     sections = [
         "---\nlibrary_name: softmoe\npipeline_tag: "
         + _task(saved)
-        + "\ntags: [softmoe, vision-transformer, mixture-of-experts]\n---",
-        f"# {saved.folder.name}",
+        + "\ntags: [softmoe, vision-transformer, mixture-of-experts]"
+        + _index(saved)
+        + "\n---",
+        f"# {_title(saved)}",
         f"This is {kind}, saved by softmoe.",
         _table(rows),
         "## Use",
@@ -134,6 +147,11 @@ def model_card(saved: "SavedModel", parameters: int) -> str:
     return "\n\n".join(sections) + "\n"
 
 
+def _title(saved: "SavedModel") -> str:
+    """Name the model by its run, whose saved models are all called model, else by its folder."""
+    return str(saved.provenance.get("run") or saved.folder.name)
+
+
 def _task(saved: "SavedModel") -> str:
     """Name the model's task as the Hub does."""
     if saved.towers:
@@ -141,8 +159,21 @@ def _task(saved: "SavedModel") -> str:
     return "image-feature-extraction" if saved.config.num_classes is None else "image-classification"
 
 
-def _use(saved: "SavedModel") -> str:
-    name = saved.folder.name
+def _index(saved: "SavedModel") -> str:
+    """Write what the model was evaluated to in the form that the Hub shows as its results (JSON is YAML too)."""
+    results, data = saved.provenance.get("results"), str(saved.provenance.get("recipe_data", "unknown"))
+    if not isinstance(results, dict) or not results:
+        return ""
+    metrics = [
+        {"type": "accuracy" if name.endswith("top1") else name.rsplit("/", 1)[-1], "name": name, "value": value}
+        for name, value in results.items()
+    ]
+    result = {"task": {"type": _task(saved)}, "dataset": {"name": data, "type": data}, "metrics": metrics}
+    return "\nmodel-index: " + json.dumps([{"name": _title(saved), "results": [result]}])
+
+
+def _use(saved: "SavedModel", name: str | None = None) -> str:
+    name = name or saved.folder.name
     python = f'import softmoe\n\nmodel = softmoe.from_pretrained("{name}")'
     shell = f"softmoe predict {name} IMAGES..."
     if saved.towers:

@@ -312,10 +312,14 @@ def unwrap(model: nn.Module) -> Model:
     while not isinstance(plain, VisionTransformer | TwoTower):
         inner = getattr(plain, "_orig_mod", None) or getattr(plain, "module", None)
         if inner is None:
-            raise ValueError(f"only a softmoe VisionTransformer or TwoTower can be saved, not a {type(plain).__name__}")
+            more = "; join adapters with the model first: merge_and_unload()" if hasattr(plain, "peft_config") else ""
+            raise ValueError(f"only our ViTs and two towers can be saved, not a {type(plain).__name__}{more}")
         plain = inner
-    if any(tensor.is_meta for tensor in plain.state_dict().values()):
-        raise ValueError("a model on the meta device has no weights to save")
+    for name, tensor in plain.state_dict().items():
+        if tensor.is_meta:
+            raise ValueError("a model on the meta device has no weights to save")
+        if type(tensor).__module__.split(".")[0] != "torch":
+            raise ValueError(f"{name} is a {type(tensor).__name__}: save a model before it is quantized, not after")
     return plain
 
 

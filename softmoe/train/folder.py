@@ -72,6 +72,12 @@ class RunFolder:
                 return (self.checkpoints / name).resolve()
         raise ValueError(f"{self.path} has no checkpoint yet")
 
+    def chosen_numbers(self) -> tuple[int, dict[str, float]]:
+        """The step of the checkpoint that becomes the run's model, and what it was evaluated to, if it was."""
+        state = read_json(self.chosen_checkpoint() / "state.json")
+        evaluated = state["progress"].get("evaluation") or {}
+        return state["step"], evaluated["numbers"] if evaluated.get("step") == state["step"] else {}
+
     def stored(self) -> tuple[TrainConfig, dict[str, Any]] | None:
         """The settings the run was begun with, and what was noted of its data and model; None for a new run."""
         if not self.config.exists():
@@ -183,14 +189,14 @@ def write_model(run: RunFolder) -> SavedModel:
     stored = run.stored()
     if stored is None:
         raise ValueError(f"{run.path} is not the folder of a run")
-    link = run.chosen_checkpoint()
-    config = stored[0]
+    link, (_, numbers) = run.chosen_checkpoint(), run.chosen_numbers()
+    config, results = stored[0], {"results": numbers} if numbers else {}
     classes = open_source(config.data.train, config.data.train_split).classes
     if (link / "model").is_dir():
-        return join_parts(link, config, classes, run.path / "model")
+        return join_parts(link, config, classes, run.path / "model", results)
     checkpoint = open_saved(link)
     named = classes if len(classes) == checkpoint.config.num_classes else None
-    made = checkpoint.provenance | ({"weights": config.model.weights} if config.model.weights else {})
+    made = checkpoint.provenance | results | ({"weights": config.model.weights} if config.model.weights else {})
     model = load_saved(checkpoint) if checkpoint.towers is None else load_two_tower(checkpoint)
     if not all(tensor.isfinite().all() for tensor in model.state_dict().values()):
         raise ValueError(f"{link} has weights that are not finite numbers, and is not made into a model")
@@ -201,7 +207,9 @@ def write_model(run: RunFolder) -> SavedModel:
     return save_pretrained(model, run.path / "model", tokenizer=checkpoint.tokenizer, **facts)
 
 
-def join_parts(checkpoint: Path, config: TrainConfig, classes: Sequence[str], folder: Path) -> SavedModel:
+def join_parts(
+    checkpoint: Path, config: TrainConfig, classes: Sequence[str], folder: Path, results: dict[str, Any]
+) -> SavedModel:
     """Write a checkpoint of many processes as a saved model: their parts are put together one tensor at a time."""
     from softmoe.storage.shards import save_parts
 
@@ -214,5 +222,5 @@ def join_parts(checkpoint: Path, config: TrainConfig, classes: Sequence[str], fo
         tokenizer=towers and tokenizer_of_run(checkpoint.parent.parent, config.text.lower),
         preprocessing=Preprocessing.of(config.data.transform),
         classes=classes if len(classes) == shape.num_classes else None,
-        provenance=made | {"recipe_data": config.data.train},
+        provenance=made | {"recipe_data": config.data.train} | results,
     )

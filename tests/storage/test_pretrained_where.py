@@ -116,19 +116,44 @@ def test_hub_download(monkeypatch, saved):
 
 
 def test_hub_upload(monkeypatch, saved, tmp_path):
-    """Only a saved model goes up, and only its own files."""
+    """Only a saved model goes up, and only its own files; its card calls it by the name it has there."""
     calls = []
     api = types.SimpleNamespace(
         create_repo=lambda name, **options: calls.append(("create", name)),
         upload_folder=lambda **options: calls.append(("upload", options["folder_path"])) or "https://there",
+        upload_file=lambda **options: calls.append((options["path_in_repo"], options["path_or_fileobj"].decode())),
     )
     monkeypatch.setitem(sys.modules, "huggingface_hub", api)
+    (saved / "README.md").write_text((saved / "README.md").read_text() + "A line of mine.\n")
     assert softmoe.hub.upload(saved, "user/name") == "https://there"
-    assert calls == [("create", "user/name"), ("upload", str(saved))]
+    assert calls[:-1] == [("create", "user/name"), ("upload", str(saved))]
+    place, card = calls[-1]
+    assert place == "README.md"
+    assert "\n# name\n" in card
+    assert 'softmoe.from_pretrained("user/name")' in card
+    assert "softmoe predict user/name IMAGES" in card
+    assert card.endswith("A line of mine.\n")
     with pytest.raises(ValueError, match="is not a saved model"):
         softmoe.hub.upload(tmp_path, "user/name")
     with pytest.raises(ValueError, match="looks like user/name"):
         softmoe.hub.upload(saved, "name")
+
+
+def test_results_in_the_card(tmp_path):
+    """What a model was evaluated to is in its card in the form that the Hub reads: data, metric, value."""
+    hub = pytest.importorskip("huggingface_hub")
+    results = {"val/top1": 0.75, "val/loss": 0.5}
+    softmoe.save_pretrained(
+        tiny(), tmp_path / "model", provenance={"run": "mine", "recipe_data": 'photos?"x": y', "results": results}
+    )
+    card = hub.ModelCard((tmp_path / "model" / "README.md").read_text())
+    assert card.data.model_name == "mine"
+    assert [(r.dataset_name, r.task_type, r.metric_type, r.metric_value) for r in card.data.eval_results] == [
+        ('photos?"x": y', "image-classification", "accuracy", 0.75),
+        ('photos?"x": y', "image-classification", "loss", 0.5),
+    ]
+    softmoe.save_pretrained(tiny(), tmp_path / "plain")
+    assert hub.ModelCard((tmp_path / "plain" / "README.md").read_text()).data.eval_results is None
 
 
 def test_push_to_hub(monkeypatch, tmp_path):
@@ -139,7 +164,8 @@ def test_push_to_hub(monkeypatch, tmp_path):
         seen.update(name=repo_id, files=sorted(p.name for p in Path(folder_path).iterdir()))
         return f"https://hub/{repo_id}"
 
-    stand_in = types.SimpleNamespace(create_repo=lambda *a, **o: None, upload_folder=upload_folder)
+    nothing = lambda *a, **o: None  # noqa: E731
+    stand_in = types.SimpleNamespace(create_repo=nothing, upload_folder=upload_folder, upload_file=nothing)
     monkeypatch.setitem(sys.modules, "huggingface_hub", stand_in)
     assert softmoe.push_to_hub(tiny(), "user/name", classes=[str(i) for i in range(5)]) == "https://hub/user/name"
     assert seen == {"name": "user/name", "files": ["README.md", "config.json", "model.safetensors"]}
