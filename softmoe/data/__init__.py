@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from softmoe.data.augment import soft_labels
     from softmoe.data.batch import Batch, TooManyBroken
-    from softmoe.data.blend import soft_labels
     from softmoe.data.decode import BrokenImage
     from softmoe.data.feed import Feed, fed
     from softmoe.data.loader import Loader, WorkerDied, evaluation_batches

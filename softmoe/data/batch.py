@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.random.bit_generator import ISeedSequence
 
-from softmoe.data.blend import Rectangle, cutmix, draw_rectangle, mixup, mixup_weights, soft_labels
+from softmoe.data.augment import Rectangle, cutmix, draw_rectangle, mixup, mixup_weights, soft_labels
 from softmoe.data.decode import BrokenImage
 from softmoe.data.order import GOLDEN, check_batch, mix64, order
 from softmoe.data.source import Example, Source

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from softmoe.data import Transform, TransformConfig, open_source
+from softmoe.data.augment import cutmix, draw_rectangle, mixup, mixup_weights
 from softmoe.data.batch import TrainBatches
-from softmoe.data.blend import cutmix, draw_rectangle, mixup, mixup_weights
 from softmoe.data.feed import finish
 
 
