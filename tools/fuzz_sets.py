@@ -474,7 +474,7 @@ def weight_make(rng: random.Random, seeds: list[tuple[str, Any]]) -> Case:
 
 
 def weight_run(case: Case, folder: Path, _: Any) -> str:
-    from softmoe.convert.files import read_model
+    from softmoe.convert.foreign import read_model
 
     (name,) = case.files
     path = case.write(folder) / name

@@ -1,6 +1,6 @@
 """Other people's weights -> ours, and back."""
 
-from softmoe.convert.files import read_model
+from softmoe.convert.foreign import read_model
 from softmoe.convert.timm import from_timm, to_timm
 from softmoe.convert.vit import from_vit
 from softmoe.convert.vmoe import from_vmoe, to_vmoe

@@ -5,7 +5,8 @@
     open_foreign("vit.safetensors?mean=0.5&std=0.5&heads=3")     a file alone, with what it does not tell
 
 timm's config.json (pretrained_cfg), Hugging Face's with preprocessor_config.json, and open_clip_config.json tell heads,
-activation, image size, pooling, and the mean and std of the pixels. Nothing pickled is opened."""
+activation, image size, pooling, and the mean and std of the pixels. Nothing pickled is opened.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -16,7 +16,7 @@ from softmoe import accelerate
 from softmoe.accelerate.buffers import InBackward
 from softmoe.accelerate.soft import keep_logits_only
 from softmoe.budget import training_flops
-from softmoe.convert.files import starting_weights
+from softmoe.convert.foreign import starting_weights
 from softmoe.machine import choose_device, choose_precision, make_deterministic
 from softmoe.models import TwoTower, TwoTowerConfig, VisionTransformer, ViTConfig
 from softmoe.moe.record import Recording

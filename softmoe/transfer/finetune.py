@@ -10,8 +10,7 @@ image a Soft MoE costs less than its dense twin.
 from dataclasses import fields, replace
 from pathlib import Path
 
-from softmoe.convert.files import read_model
-from softmoe.convert.foreign import locate, open_foreign, split_options
+from softmoe.convert.foreign import locate, open_foreign, read_model, split_options
 from softmoe.models import ViTConfig
 from softmoe.models.registry import SIZES
 from softmoe.storage import open_saved

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from towers import HuggingFaceDinov2, HuggingFaceTower, HuggingFaceViT, OpenClip, Timm, quick_gelu
 
 from softmoe import save_pretrained
-from softmoe.convert.files import read_model
-from softmoe.convert.foreign import from_timm_config, open_foreign
+from softmoe.convert.foreign import from_timm_config, open_foreign, read_model
 
 IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
 tanh_gelu = partial(F.gelu, approximate="tanh")

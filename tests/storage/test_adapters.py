@@ -25,7 +25,7 @@ def base(tmp_path):
 
 def adapted(base, config=BESIDE):
     """The base with experts and a head that learned something."""
-    from softmoe.convert.files import starting_weights
+    from softmoe.convert.foreign import starting_weights
 
     model = VisionTransformer(config).eval()
     model.load_state_dict(starting_weights(model, base))
