@@ -12,7 +12,7 @@ from functools import cache, cached_property
 import numpy as np
 
 from softmoe.data.order import uniforms
-from softmoe.data.shapes_kernel import MAX_SIZE, draw
+from softmoe.data.shapes_draw import MAX_SIZE, draw
 from softmoe.data.shapes_scenes import (
     CLASS_SETS,
     COMPANIONS,

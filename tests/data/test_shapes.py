@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from softmoe.accelerate import build
-from softmoe.data import open_source, shapes_draw, shapes_kernel
-from softmoe.data.shapes_draw import draw
+from softmoe.data import open_source, shapes_draw
+from softmoe.data.shapes_draw import draw_plain
 from softmoe.data.shapes_scenes import (
     COMPANIONS,
     PAINTS,
@@ -137,7 +137,7 @@ def test_colors_are_on_the_picture():
     scenes = _scenes("beside")
     scenes.twigs, scenes.noise[:, 0] = [], 0
     scenes.light[:] = (1, 0, 0)
-    pictures = draw(scenes, 64)
+    pictures = draw_plain(scenes, 64)
     solid = [k for k in range(200) if SHAPES[scenes.companion.shape[k]] in ("disk", "square", "cross")]
     for k in solid:
         row = int((1 - scenes.companion.y[k]) * 32)
@@ -174,22 +174,22 @@ def some_scenes(count=96, clutter=0.8):
 def test_small_objects_are_drawn_where_they_are(size, monkeypatch):
     """Painting an object only near its place gives the pixels of painting it all over the picture."""
     scenes = some_scenes()
-    near = draw(scenes, size)
+    near = draw_plain(scenes, size)
     monkeypatch.setattr(shapes_draw, "reach", lambda placed, size: np.full(len(placed.x), np.inf))
-    assert np.array_equal(near, draw(scenes, size))
+    assert np.array_equal(near, draw_plain(scenes, size))
 
 
 @pytest.mark.parametrize(("size", "count", "clutter"), [(8, 96, 1.0), (32, 392, 1.0), (50, 96, 0.0), (512, 3, 0.5)])
 def test_compiled_drawing_gives_the_same_bytes(size, count, clutter):
-    if why := shapes_kernel.KERNEL.why_not():
+    if why := shapes_draw.KERNEL.why_not():
         pytest.skip(why)
     scenes = some_scenes(count, clutter)
-    assert np.array_equal(shapes_kernel._draw(shapes_kernel.KERNEL.library, scenes, size), draw(scenes, size))
+    assert np.array_equal(shapes_draw.draw_compiled(shapes_draw.KERNEL.library, scenes, size), draw_plain(scenes, size))
 
 
 def test_without_a_compiler_pictures_are_drawn_by_numpy(monkeypatch):
     usual = open_source("shapes", "val").read_batch(range(20))
-    monkeypatch.setattr(shapes_kernel.KERNEL, "_found", "no C++ compiler was found")
+    monkeypatch.setattr(shapes_draw.KERNEL, "_found", "no C++ compiler was found")
     for a, b in zip(usual, open_source("shapes", "val").read_batch(range(20)), strict=True):
         assert np.array_equal(a.image, b.image)
 
@@ -197,9 +197,9 @@ def test_without_a_compiler_pictures_are_drawn_by_numpy(monkeypatch):
 def test_contracted_arithmetic_would_be_noticed():
     """What is compiled with fused products differs in some pixels, and is not used then."""
     try:
-        fused = ctypes.CDLL(str(build.build(shapes_kernel.KERNEL.source, ("-march=native", "-ffp-contract=fast"))))
+        fused = ctypes.CDLL(str(build.build(shapes_draw.KERNEL.source, ("-march=native", "-ffp-contract=fast"))))
     except build.CannotBuild as reason:
         pytest.skip(str(reason))
     if "fma" not in build.processor():
         pytest.skip("this processor has no fused products")
-    assert not shapes_kernel.KERNEL.self_test(fused)
+    assert not shapes_draw.KERNEL.self_test(fused)

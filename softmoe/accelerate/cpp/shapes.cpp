@@ -1,7 +1,7 @@
 // Scenes of `shapes`, picture by picture: the arithmetic of shapes_draw.py operation by operation, so that the bytes
 // are the same. To be compiled without contraction: a * b + c is rounded twice.
 //
-// The structures are those of shapes_kernel.py. `line` has the places of columns, and of rows upside down.
+// The structures are those of shapes_draw.py too. `line` has the places of columns, and of rows upside down.
 #include <omp.h>
 
 #include <cstdint>
