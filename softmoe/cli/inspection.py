@@ -46,8 +46,7 @@ def inspect_command(argv: list[str]) -> int:
     a = parse(InspectArguments, argv, "inspect")
 
     from softmoe.inspection import plots
-    from softmoe.inspection.inspect import write_inspection
-    from softmoe.inspection.page import NOTES, layers_text
+    from softmoe.inspection.page import NOTES, layers_text, write_inspection
 
     names = [a.model, *([a.compare] if a.compare else [])]
     models = [look(a, name) for name in names]
@@ -68,7 +67,7 @@ def look(a: InspectArguments, name: str) -> "Inspection":
     from softmoe.data import open_source
     from softmoe.evaluate import load
     from softmoe.evaluate.inputs import random_subset
-    from softmoe.inspection.inspect import inspect_source
+    from softmoe.inspection.collect import inspect_source
 
     loaded = load(name, device=a.device, image_size=a.image_size)
     source = random_subset(open_source(a.data, a.split), a.examples)

@@ -11,7 +11,7 @@ So one table `rest` of M x S bytes serves both. Bytes are even steps of the logi
 a step, relatively. Assignments of sparse routers are kept as even steps of the weights themselves.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from softmoe.data import BrokenImage, Example, Source, Transform, evaluation_batches, to_tensor
 from softmoe.inspection.statistics import LayerStatistics, correlation_summary, layer_statistics
+from softmoe.models import VisionTransformer
 from softmoe.moe import DenseRouting, Router, Routing, SparseRouting
 from softmoe.moe.record import evaluating, moe_layers, record
 
@@ -232,3 +234,80 @@ def layer_results(model: nn.Module, batches: Iterable[Tensor]) -> tuple[int, dic
             facts = {"router": type(router).__name__, "correlation": correlation_summary(router)}
             results[name] = facts | statistics[name].result()
     return images, results
+
+
+def layer_label(layer: str) -> str:
+    """Shorten encoder.blocks.3.mlp to block 3; other names stay as they are."""
+    parts = layer.split(".")
+    return f"block {parts[2]}" if layer.startswith("encoder.blocks.") and len(parts) == 4 else layer
+
+
+def inspect_source(
+    model: VisionTransformer,
+    source: Source,
+    transform: Transform,
+    *,
+    name: str,
+    images: int = 16,
+    batch_size: int = 32,
+    workers: int = 0,
+    classes: Sequence[str] = (),
+    about: dict[str, Any] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Inspection:
+    """Take statistics over all of the source, and `images` of it, evenly chosen, in full.
+
+    `classes` name the outputs.
+    """
+    if images < 0:
+        raise ValueError(f"the number of images to show must not be negative, got {images}")
+
+    def tensors() -> Iterator[Tensor]:
+        done = 0
+        for batch in evaluation_batches(source, transform, batch_size, workers=workers):
+            yield batch.images
+            done += len(batch) + len(batch.broken)
+            if progress is not None:
+                progress(done, len(source))
+
+    count, layers = layer_results(model, tensors())
+    samples = take_samples(model, source, transform, images, classes) if images else []
+    return Inspection(name, count, layers, moe_layers(model), samples, about or {})
+
+
+def take_samples(
+    model: VisionTransformer, source: Source, transform: Transform, count: int, classes: Sequence[str] = ()
+) -> list[Sample]:
+    """Take images spread over the source, as the model sees them; unreadable ones are left out."""
+    samples = []
+    patch = model.config.patch_size
+    for index in evenly(len(source), count):
+        rng = np.random.default_rng(0)
+        try:
+            example = source[index]
+        except BrokenImage:
+            continue
+        pixels = transform.apply(
+            example.image, transform.plan(example.image.shape[0], example.image.shape[1], rng), rng
+        )
+        image = to_tensor(pixels)[None]
+        with evaluating(model), torch.inference_mode():
+            weights = take_weights(model, image)[0]
+            said = prediction(model, image, classes)
+        grid = (pixels.shape[0] // patch, pixels.shape[1] // patch)
+        samples.append(Sample(np.ascontiguousarray(pixels), caption(example, source, index), grid, weights, said))
+    return samples
+
+
+def caption(example: Example, source: Source, index: int) -> str:
+    labels = ", ".join(source.classes[label] for label in example.labels if label < len(source.classes))
+    place = example.name or f"image {index}"
+    return f"{labels} ({place})" if labels else place
+
+
+def prediction(model: VisionTransformer, image: Tensor, classes: Sequence[str]) -> str:
+    """Say what the model takes the image for, if it has a head and its outputs have names."""
+    if not classes or model.config.num_classes is None:
+        return ""
+    probability, best = model(image.to(next(model.parameters()).device)).softmax(1).max(1)
+    return f"taken for {classes[int(best)]} ({float(probability):.0%})"

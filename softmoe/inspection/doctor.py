@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from softmoe import accelerate
-from softmoe.inspection.page import layer_label
+from softmoe.inspection.collect import layer_label
 from softmoe.machine import bfloat16_works, safe_instruction_set
 
 SATURATED = 0.95  # mean largest weight; 1 is a softmax that passes one entry only

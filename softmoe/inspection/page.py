@@ -1,4 +1,5 @@
-"""Write one page that opens from disk, with no server and no network: images, layers and slots to choose from.
+"""Write inspect.json, figures, and one page that opens from disk, with no server and no network: images, layers and
+slots to choose from.
 
 The table of its layers can be had as plain text too.
 
@@ -18,12 +19,14 @@ from typing import Any
 
 import jinja2
 import numpy as np
+import torch
 from markupsafe import Markup
 from PIL import Image
 
 from softmoe import __version__
 from softmoe.budget.report import aligned
-from softmoe.inspection.collect import FINEST, Inspection, Sample, Steps, Weights, WeightTable
+from softmoe.inspection import plots
+from softmoe.inspection.collect import FINEST, Inspection, Sample, Steps, Weights, WeightTable, layer_label
 from softmoe.storage.files import write_text
 
 PAGE = 4_700_000  # bytes for weights, pictures and figures; weights are as fine as fits, so a page stays below 5 MB
@@ -54,6 +57,35 @@ NOTES = (
     ("expert max/min", "mean combine weight of the most important expert over that of the least important one"),
     ("dropped", "tokens that no expert takes"),
 )
+
+
+def write_inspection(models: Sequence[Inspection], folder: Path, *, title: str, about: dict[str, Any]) -> list[Path]:
+    """Write inspect.json, figures/*.png and *.svg, and inspect.html. Without matplotlib the page has no figures."""
+    content = {
+        "softmoe": __version__,
+        "torch": str(torch.__version__),
+        **about,
+        "models": [m.to_dict() for m in models],
+    }
+    data = write_text(folder / "inspect.json", json.dumps(rounded(content), allow_nan=False) + "\n")
+    written, shown = [data], []
+    for number, model in enumerate(models):
+        where = folder / "figures" if number == 0 else folder / "figures" / f"model_{number + 1}"
+        drawn = plots.write_figures(model, where) if plots.available() else []
+        written += [path for figure in drawn for path in figure.paths]
+        shown.append([(figure.caption, figure.small_png) for figure in drawn])
+    lead = f"{models[0].images:,} images of {about['data']}, split {about['split']}."
+    written.append(write_page(models, folder / "inspect.html", title=title, lead=lead, figures=shown))
+    return written
+
+
+def rounded(value: Any) -> Any:
+    """Round to seven digits: more than anyone reads, and half the file."""
+    if isinstance(value, float):
+        return float(f"{value:.7g}")
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def write_page(
@@ -176,12 +208,6 @@ def data_uri(content: bytes, kind: str) -> str:
 def safe_json(value: Any) -> str:
     """JSON that may stand inside a script element: no "<", so nothing in it can end the element."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def layer_label(layer: str) -> str:
-    """Shorten encoder.blocks.3.mlp to block 3; other names stay as they are."""
-    parts = layer.split(".")
-    return f"block {parts[2]}" if layer.startswith("encoder.blocks.") and len(parts) == 4 else layer
 
 
 def header(model: Inspection) -> list[str]:

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from softmoe.inspection.collect import Inspection, different_slots
-from softmoe.inspection.page import layer_label
+from softmoe.inspection.collect import Inspection, different_slots, layer_label
 from softmoe.inspection.statistics import slot_correlation
 from softmoe.inspection.streaming import BANDS
 from softmoe.moe import SoftRouter

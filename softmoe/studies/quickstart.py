@@ -14,8 +14,8 @@ from PIL import Image
 from softmoe.data import Transform, open_source
 from softmoe.evaluate import load, predict
 from softmoe.evaluate.inputs import random_subset
-from softmoe.inspection.inspect import inspect_source, write_inspection
-from softmoe.inspection.page import write_page
+from softmoe.inspection.collect import inspect_source
+from softmoe.inspection.page import write_inspection, write_page
 from softmoe.recipes import quickstart, quickstart_dense
 from softmoe.report import RunRecord, load_run, write_report
 from softmoe.report.runs import comparison, save_png

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from making import HOSTILE, inspection, tiny_model
 
-from softmoe.inspection.collect import Inspection, Sample, Weights, logit_table
-from softmoe.inspection.page import layer_label, safe_json, write_page
+from softmoe.inspection.collect import Inspection, Sample, Weights, layer_label, logit_table
+from softmoe.inspection.page import safe_json, write_page
 
 
 def data_of(text):

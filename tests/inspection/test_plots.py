@@ -8,8 +8,7 @@ from drawings import ink, keep_figures, points
 from making import inspection, tiny_model
 
 from softmoe.inspection import plots
-from softmoe.inspection.inspect import write_inspection
-from softmoe.inspection.page import layers_text
+from softmoe.inspection.page import layers_text, write_inspection
 
 DENSE = {"contributions", "slot_images", "cumulative_dispatch", "cumulative_combine", "slot_correlation", "collapse"}
 
