@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from softmoe import recipes
-from softmoe.cli.habits import whole_key
+from softmoe.cli.parse import whole_key
 from softmoe.cli.train import more_evaluators
 from softmoe.models.config import router_options
 from softmoe.storage.files import flatten
