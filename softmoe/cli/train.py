@@ -115,7 +115,7 @@ def more_evaluators(config: TrainConfig) -> Mapping[str, Evaluator] | None:
     if config.text.size is not None:
         raise ValueError("evaluation.fewshot is for classifiers; use softmoe zeroshot on a model with a text tower")
 
-    from softmoe.evaluate.work import fewshot_evaluator
+    from softmoe.evaluate.probes import fewshot_evaluator
     from softmoe.storage import Preprocessing
     from softmoe.train.evaluation import classify
 

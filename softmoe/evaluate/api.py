@@ -103,7 +103,7 @@ class Evaluate(OverImages):
 
     def run(self, progress: Progress | None = None) -> dict[str, Any]:
         """Return named numbers and what they were measured on, as plain values for JSON."""
-        from softmoe.evaluate.work import run_evaluate
+        from softmoe.evaluate.classify import run_evaluate
 
         return run_evaluate(self, progress)
 
@@ -136,7 +136,7 @@ class FewShot(OverFeatures):
 
     def run(self, progress: Progress | None = None) -> dict[str, Any]:
         """Accuracies by data and number of shots; nearest neighbors and a probe if asked."""
-        from softmoe.evaluate.work import run_fewshot
+        from softmoe.evaluate.probes import run_fewshot
 
         return run_fewshot(self, progress)
 
@@ -158,7 +158,7 @@ class Predict(OverImages):
 
     def run(self, progress: Progress | None = None) -> tuple[list[Prediction], list[Unreadable]]:
         """Classes and features of what can be read, and what cannot."""
-        from softmoe.evaluate.work import run_predict
+        from softmoe.evaluate.classify import run_predict
 
         return run_predict(self, progress)
 

@@ -13,9 +13,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from softmoe.data import Batch, evaluation_batches, fed, to_tensor
+from softmoe.data import Batch, evaluation_batches, fed, open_source, to_tensor
 from softmoe.data.feed import one_behind
-from softmoe.evaluate.inputs import FileSource, Loaded
+from softmoe.evaluate.api import Evaluate, Predict, as_list
+from softmoe.evaluate.features import Progress
+from softmoe.evaluate.inputs import (
+    FileSource,
+    Loaded,
+    NewLabels,
+    facts_of,
+    find_images,
+    load,
+    match_classes,
+    random_subset,
+    read_labels,
+)
+from softmoe.evaluate.mistakes import Mistakes
 from softmoe.models.classification import Loss, Totals
 from softmoe.moe.record import evaluating
 
@@ -144,3 +157,54 @@ class Predictor:
             if len(batch):
                 yield from self.predict([str(paths[index]) for index in batch.indices.tolist()], batch.images)
             yield from (Unreadable(name, reason) for name, reason in batch.broken)
+
+
+def run_evaluate(options: Evaluate, progress: Progress | None = None) -> dict[str, Any]:
+    """Return named numbers and what they were measured on, as plain values for JSON."""
+    loaded = load(options.model, weights=options.weights, **options.model_options)
+    judged = (
+        Beside(loaded.model, load(options.model, device=options.device).model) if options.agreement else loaded.model
+    )
+    outputs = outputs_of(loaded.model)
+    source = random_subset(open_source(options.data, options.split), options.examples)
+    if options.labels is None:
+        matched, how = match_classes(source, loaded.saved.classes, outputs)
+    else:
+        matched, how = NewLabels(source, read_labels(options.labels), loaded.class_names()), "file"
+    broken: list[tuple[str, str]] = []
+
+    def watched() -> Iterator[Batch]:
+        done = 0
+        how_made = {"workers": options.workers, "raw": next(loaded.model.parameters()).device.type != "cpu"}
+        for batch in evaluation_batches(matched, loaded.transform, options.batch_size, **how_made):
+            broken.extend(batch.broken)
+            yield batch
+            done += len(batch) + len(batch.broken)
+            if progress is not None:
+                progress(done, len(matched))
+
+    mistakes = Mistakes()
+    totals = count(judged, watched(), loss=options.loss, see=mistakes.add)
+    names = loaded.saved.classes or matched.classes
+    return {
+        **facts_of(loaded, {options.data: matched}, split=options.split),
+        "weights": options.weights or "as saved",
+        "numbers": totals.numbers() | (judged.numbers() if isinstance(judged, Beside) else {}),
+        "images": totals.images,
+        "unlabeled": totals.unlabeled,
+        "unreadable": [{"image": name, "reason": reason} for name, reason in broken],
+        "multi_label": matched.multi_label,
+        "classes_matched_by": how,
+        "classes": totals.class_table(names),
+        **mistakes.to_dict(names, matched),
+        "calibration": totals.calibration_table(),
+    }
+
+
+def run_predict(options: Predict, progress: Progress | None = None) -> tuple[list[Prediction], list[Unreadable]]:
+    """Classes and features of what can be read, and what cannot."""
+    paths = find_images(as_list(options.images))
+    loaded = load(options.model, weights=options.weights, **options.model_options)
+    predictor = Predictor(loaded, top=options.top)
+    found = list(predictor.predict_files(paths, batch_size=options.batch_size, workers=options.workers))
+    return [p for p in found if isinstance(p, Prediction)], [u for u in found if isinstance(u, Unreadable)]

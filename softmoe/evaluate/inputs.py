@@ -5,9 +5,9 @@ import json
 import logging
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -260,3 +260,14 @@ def find_images(patterns: Sequence[str]) -> list[Path]:
     if not found:
         raise ValueError("give at least one image, folder or pattern")
     return list(found)
+
+
+def facts_of(loaded: Loaded, data: dict[str, Source], *, split: str) -> dict[str, Any]:
+    """Return the facts that a number needs beside it to mean something later."""
+    return {
+        "model": str(loaded.saved.folder),
+        "model_fingerprint": loaded.saved.fingerprint,
+        "preprocessing": asdict(loaded.preprocessing),
+        "data": {name: source.fingerprint for name, source in data.items()},
+        "split": split,
+    }

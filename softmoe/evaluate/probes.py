@@ -1,16 +1,24 @@
-"""Two other measures of frozen features: votes of the nearest neighbors, and a linear classifier trained by SGD.
+"""What frozen features tell: few-shot accuracy (its mathematics is in ridge.py), votes of the nearest neighbors, and a
+linear classifier trained by SGD.
 
 Letters: n training images, t test images, D features, C classes, R learning rates tried at once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from softmoe.evaluate.features import Features
+from softmoe.data import Batch, Source, open_source
+from softmoe.evaluate.api import FewShot, as_list
+from softmoe.evaluate.features import Features, Progress, extract
+from softmoe.evaluate.inputs import evaluation_transform, facts_of, load, random_subset
+from softmoe.evaluate.ridge import few_shot
+from softmoe.models import VisionTransformer
+from softmoe.storage import Preprocessing
 
 _CHUNK = 1024  # test rows at a time
 
@@ -131,3 +139,58 @@ def _measure(x_nD: Tensor, labels_n: Tensor, W_RDC: Tensor, bias_RC: Tensor) -> 
         loss = F.cross_entropy(logits_nC, labels_n)
         rows.append([float(hit_nK[:, 0].double().mean()), float(hit_nK.any(1).double().mean()), float(loss)])
     return torch.tensor(rows, dtype=torch.float64)
+
+
+def run_fewshot(options: FewShot, progress: Progress | None = None) -> dict[str, Any]:
+    """Accuracies by data and number of shots; nearest neighbors and a probe if asked."""
+    loaded = load(options.model, **options.model_options)
+    sources = {name: (_part(options, name, "train"), _part(options, name, "test")) for name in as_list(options.data)}
+
+    def features(source: Source) -> Features:
+        return extract(loaded.model, source, loaded.transform, **options.feature_options(progress))
+
+    pairs = {name: (features(train), features(test)) for name, (train, test) in sources.items()}
+    found = few_shot(pairs, shots=options.shots, seeds=options.seeds, protocol=options.protocol)
+    report = {
+        **facts_of(loaded, {name: pair[1] for name, pair in sources.items()}, split=options.test_split),
+        "train_data": {name: pair[0].fingerprint for name, pair in sources.items()},
+        "images": {name: {"train": len(train), "test": len(test)} for name, (train, test) in pairs.items()},
+        "fewshot": found.to_dict(),
+    }
+    if options.knn:
+        report["knn"] = {name: nearest_neighbors(*pair) for name, pair in pairs.items()}
+    if options.linear:
+        report["linear_probe"] = {name: linear_probe(*pair) for name, pair in pairs.items()}
+    return report
+
+
+def _part(options: FewShot, name: str, part: str) -> Source:
+    """Open the training or the test images of a source; of one that is drawn without end, four times the shots."""
+    split, examples = getattr(options, f"{part}_split"), getattr(options, f"{part}_examples")
+    source = open_source(name, split)
+    if part == "train" and examples is None and getattr(source, "generated", False):
+        examples = 4 * max(options.shots) * len(source.classes)
+    return random_subset(source, examples)
+
+
+def fewshot_evaluator(
+    data: str, preprocessing: Preprocessing
+) -> Callable[[nn.Module, Iterable[Batch]], dict[str, float]]:
+    """Return an evaluator for the training loop: the accuracy of 10 images a class on the model's features.
+
+    It looks at its own data, at most 5,000 training and 2,000 test images, always the same, and not at the batches.
+    """
+    parts = (("train", 5000), ("val", 2000))
+    train, test = (random_subset(open_source(data, split), most) for split, most in parts)
+    transform = evaluation_transform(preprocessing)
+
+    def evaluator(model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
+        if not isinstance(model, VisionTransformer):
+            raise ValueError(
+                "evaluation.fewshot works in one process; evaluate checkpoints with softmoe fewshot instead"
+            )
+        features = [extract(model, source, transform, cache=False) for source in (train, test)]
+        found = few_shot({"data": (features[0], features[1])}, shots=(10,), seeds=1)
+        return {"10shot": found.accuracies["data"][10][0]}
+
+    return evaluator
