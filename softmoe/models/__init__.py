@@ -2,8 +2,7 @@
 
 from softmoe.models.config import MoEConfig, TextConfig, TwoTowerConfig, ViTConfig
 from softmoe.models.registry import create_model, list_models, model_config
-from softmoe.models.text import TextTransformer
-from softmoe.models.two_tower import Embeddings, TwoTower
+from softmoe.models.two_tower import Embeddings, TextTransformer, TwoTower
 from softmoe.models.vit import VisionTransformer
 
 __all__ = [

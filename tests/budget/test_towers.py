@@ -9,7 +9,7 @@ from two_towers import shape, two_towers
 
 from softmoe.budget import cost, text_cost, training_flops
 from softmoe.models import MoEConfig, TextTransformer
-from softmoe.models.text import POOLS
+from softmoe.models.two_tower import POOLS
 
 
 @pytest.mark.parametrize("pool", POOLS)

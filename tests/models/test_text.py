@@ -5,7 +5,7 @@ import torch
 
 from softmoe.models import MoEConfig, TextConfig, TextTransformer
 from softmoe.models.heads import LastPool
-from softmoe.models.text import POOLS, real_tokens
+from softmoe.models.two_tower import POOLS, real_tokens
 
 END = 1
 
