@@ -1,7 +1,6 @@
 """A trained model -> another one: fine-tuned, with experts, averaged, or cooled down from a checkpoint."""
 
-from softmoe.transfer.branch import branch, plan_branch
-from softmoe.transfer.finetune import locked_config, transfer_config
+from softmoe.transfer.finetune import branch, locked_config, plan_branch, transfer_config
 from softmoe.transfer.in_place import InPlace, upcycle_
 from softmoe.transfer.soup import Soup, greedy_soup, soup
 from softmoe.transfer.upcycle import Distance, Upcycled, compare_starts, distance, upcycle

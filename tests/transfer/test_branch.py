@@ -9,7 +9,7 @@ from softmoe.train import train
 from softmoe.train.folder import RunFolder
 from softmoe.train.log import read_metrics
 from softmoe.train.optim import make_schedule
-from softmoe.transfer.branch import branch, branch_config
+from softmoe.transfer.finetune import branch, branch_config
 
 
 def files(folder: Path) -> dict[Path, bytes]:
