@@ -3,8 +3,7 @@
 import json
 from pathlib import Path
 
-from softmoe.report.page import accuracies, fewshot_table, inspection_figures
-from softmoe.report.runs import RunRecord
+from softmoe.report.runs import RunRecord, accuracies, fewshot_table, inspection_figures
 from softmoe.train import TrainConfig
 
 
