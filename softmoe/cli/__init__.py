@@ -44,8 +44,7 @@ GROUPS = {
 }
 COMMANDS = {name: what for group in GROUPS.values() for name, what in group.items()}
 FILES = {
-    "bench": ("bench", "selftest"),
-    "budget": ("cost", "plan"),
+    "cost": ("bench", "cost", "plan", "selftest"),
     "deploy": ("export", "serve", "upload"),
     "evaluate": ("evaluate", "fewshot", "predict"),
     "experiments": ("report", "study", "sweep"),

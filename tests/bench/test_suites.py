@@ -12,7 +12,7 @@ from torch import nn
 from softmoe.bench import SUITES, cases, peers, report, suite
 from softmoe.bench.cases import OneHotRouting, Row, compare_moves
 from softmoe.bench.timing import Probes, Roofline, Timing
-from softmoe.cli.bench import BenchArguments
+from softmoe.cli.cost import BenchArguments
 from softmoe.models import MoEConfig, ViTConfig
 from softmoe.moe import ExpertsChoiceRouter, SoftRouter, TokensChoiceRouter
 from softmoe.train.config import OptimSection

@@ -9,7 +9,7 @@ from routers import moe_of
 
 from softmoe.budget.plan import DEVICES, Layout, Plan, Settings, best_plan, layouts, most_experts, plans
 from softmoe.budget.report import plan_report
-from softmoe.cli.budget import parse_bytes, plan_command
+from softmoe.cli.cost import parse_bytes, plan_command
 from softmoe.models import ViTConfig, model_config
 from softmoe.parallel import Sizes, check_experts
 

@@ -54,7 +54,7 @@ def test_a_mistake_is_one_line(error, monkeypatch, capsys):
     def fails(argv: list[str]) -> int:
         raise error
 
-    monkeypatch.setitem(sys.modules, "softmoe.cli.budget", types.SimpleNamespace(cost_command=fails))
+    monkeypatch.setitem(sys.modules, "softmoe.cli.cost", types.SimpleNamespace(cost_command=fails))
     assert main(["cost", "vit_s16"]) == 2
     assert capsys.readouterr().err == f"softmoe: error: {error}\n"
 
@@ -65,7 +65,7 @@ def test_our_own_mistakes_are_not_hidden(monkeypatch):
     def fails(argv: list[str]) -> int:
         raise AssertionError("broken")
 
-    monkeypatch.setitem(sys.modules, "softmoe.cli.budget", types.SimpleNamespace(cost_command=fails))
+    monkeypatch.setitem(sys.modules, "softmoe.cli.cost", types.SimpleNamespace(cost_command=fails))
     with pytest.raises(AssertionError, match="broken"):
         main(["cost"])
 
@@ -74,7 +74,7 @@ def test_commands_get_the_rest_and_give_the_exit_code(monkeypatch):
     """Arguments after the command reach it untouched."""
     seen = []
     command = types.SimpleNamespace(cost_command=lambda argv: seen.append(argv) or 7)
-    monkeypatch.setitem(sys.modules, "softmoe.cli.budget", command)
+    monkeypatch.setitem(sys.modules, "softmoe.cli.cost", command)
     assert main(["cost", "vit_s16", "--json"]) == 7
     assert seen == [["vit_s16", "--json"]]
 
@@ -85,7 +85,7 @@ def test_interrupt(monkeypatch):
     def stopped(argv: list[str]) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(sys.modules, "softmoe.cli.budget", types.SimpleNamespace(cost_command=stopped))
+    monkeypatch.setitem(sys.modules, "softmoe.cli.cost", types.SimpleNamespace(cost_command=stopped))
     assert main(["cost"]) == 130
 
 
@@ -144,7 +144,7 @@ def test_errors_of_libraries_that_are_users_mistakes(error, words, monkeypatch, 
     def fails(argv: list[str]) -> int:
         raise error
 
-    monkeypatch.setitem(sys.modules, "softmoe.cli.budget", types.SimpleNamespace(cost_command=fails))
+    monkeypatch.setitem(sys.modules, "softmoe.cli.cost", types.SimpleNamespace(cost_command=fails))
     assert main(["cost"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
