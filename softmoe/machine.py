@@ -145,7 +145,7 @@ def choose_device(name: str, place: int | None = None) -> "torch.device":
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"the device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
     return device
 
 

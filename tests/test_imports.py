@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"moe"},
     BUILDER: {"machine", WRITER},
     "data": {"machine", BUILDER, WRITER},
-    "storage": {"moe", "models", "__version__"},
+    "storage": {"moe", "models", "machine", "__version__"},
     **dict.fromkeys(("accelerate", "budget", "parallel", "inference", "convert"), MIDDLE),
     **dict.fromkeys(("train", "evaluate", "inspection"), UPPER),
     "transfer": UPPER | {"train"},

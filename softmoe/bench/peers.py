@@ -28,6 +28,7 @@ from softmoe.budget import cost
 from softmoe.models import VisionTransformer, ViTConfig, model_config
 from softmoe.models.transformer import MLP, Block
 from softmoe.moe import MoE, SoftConfig, SoftMoE
+from softmoe.storage.files import first_line
 from softmoe.train.config import OptimSection
 from softmoe.train.optim import make_optimizer, set_learning_rate
 
@@ -97,8 +98,7 @@ def available_peers() -> tuple[dict[str, Build], list[str]]:
         try:
             make(8, 32, 2, 1)
         except Exception as error:  # other people's packages fail to import in many ways
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            skipped.append(f"{name}: skipped, {reason}")
+            skipped.append(f"{name}: skipped, {first_line(error)}")
         else:
             found[name] = make
     return found, skipped

@@ -23,6 +23,7 @@ import numpy as np
 from softmoe.data.decode import MAX_PIXELS, BrokenImage, decode, read_image_file
 from softmoe.data.files import unpacked
 from softmoe.data.source import Example, MinSide, Source, count_classes, fingerprint, shortened
+from softmoe.storage.files import first_line
 
 _PREFIXES = {"val": ("t10k", "test", "val"), "test": ("t10k", "test")}
 _UNSIGNED_BYTE = 8  # the type code in the third byte of the file
@@ -210,7 +211,7 @@ def _load(datasets: Any, path: str, config: str) -> Any:
             return {"train": datasets.load_from_disk(str(folder))}
         return datasets.load_dataset(str(folder) if folder.is_dir() else path, config or None)
     except Exception as error:  # the package raises many kinds, of its own and of the network's
-        raise ValueError(f"hf:{path} cannot be opened: {str(error).strip().splitlines()[0]}") from error
+        raise ValueError(f"hf:{path} cannot be opened: {first_line(error)}") from error
 
 
 def _column(what: str, named: str, features: Any, usual: Any) -> str | None:

@@ -24,6 +24,7 @@ from softmoe.data.batch import Batch, EvaluationBatches, TooManyBroken, TrainBat
 from softmoe.data.order import check_batch
 from softmoe.data.source import Source
 from softmoe.data.transforms import Transform
+from softmoe.storage.files import first_line
 
 logger = logging.getLogger("softmoe.data")
 _SAMPLE = 1000  # the share of broken images is not judged by fewer examples than this (or than there are)
@@ -193,7 +194,7 @@ def _made(
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
-        raise WorkerDied(worker_died_message(_first_line(error), workers, prefetch, started)) from error
+        raise WorkerDied(worker_died_message(first_line(error), workers, prefetch, started)) from error
 
 
 def worker_died_message(reason: str, workers: int, prefetch: int, started: bool) -> str:
@@ -241,7 +242,3 @@ def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["softmoe.ignore_sigint", "softmoe.data.loader"])  # torch is imported once
     return context
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".")

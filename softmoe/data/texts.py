@@ -23,6 +23,7 @@ import torch
 from softmoe.data.decode import BrokenImage
 from softmoe.data.order import order
 from softmoe.data.source import Example, MinSide, Source, fingerprint
+from softmoe.storage.files import first_line
 
 _ENDS = ("</s>", "<|endoftext|>", "<eos>", "<|end|>", "[SEP]")  # by these names, the first that there is
 _LONGEST = 100  # characters a token may stand for on average; what lies beyond cannot count, and is not looked at
@@ -84,7 +85,9 @@ class _Json:
         try:
             self.inner = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
         except Exception as error:  # the package raises plain Exception
-            raise ValueError(f"{name} is not a tokenizer file of the package tokenizers: {_line(error)}") from error
+            raise ValueError(
+                f"{name} is not a tokenizer file of the package tokenizers: {first_line(error)}"
+            ) from error
         self.inner.no_padding()
         self.inner.no_truncation()
         self.inner.encode_special_tokens = True  # "</s>" in a caption is text like any other
@@ -109,7 +112,7 @@ class _Piece:
             self.inner.LoadFromSerializedProto(data)
             self.size = self.inner.GetPieceSize()
         except Exception as error:
-            raise ValueError(f"{name} is not a SentencePiece file: {_line(error)}") from error
+            raise ValueError(f"{name} is not a SentencePiece file: {first_line(error)}") from error
         self.end = self.inner.eos_id()
         if self.size < 1 or self.end < 0:
             raise ValueError(f"the SentencePiece file {name} has no end token")
@@ -183,7 +186,9 @@ def _train_sentencepiece(lines: Iterator[str], size: int) -> bytes:
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise ValueError(f"SentencePiece cannot learn {size} tokens from these captions: {_line(error)}") from error
+        raise ValueError(
+            f"SentencePiece cannot learn {size} tokens from these captions: {first_line(error)}"
+        ) from error
     return out.getvalue()
 
 
@@ -194,10 +199,6 @@ def _package(name: str) -> Any:
             return __import__(name)
     except ImportError as error:
         raise ValueError(f"texts need the package {name}: pip install 'softmoe-vit[text]'") from error
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 _AT_ONCE = 1000  # examples whose captions are read together

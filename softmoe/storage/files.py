@@ -152,7 +152,7 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Say an error in one line, without its full stop."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__

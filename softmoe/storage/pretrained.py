@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from softmoe import __version__
+from softmoe.machine import choose_device
 from softmoe.models.config import TwoTowerConfig
 from softmoe.models.two_tower import TwoTower
 from softmoe.models.vit import VisionTransformer
 from softmoe.storage.adapters import inherited, open_base
-from softmoe.storage.files import parse_json, read_json, whole_folder, write_bytes, write_json, write_text
+from softmoe.storage.files import first_line, parse_json, read_json, whole_folder, write_bytes, write_json, write_text
 from softmoe.storage.hub import model_card
 from softmoe.storage.saved import (
     TOKENIZER_FILES,
@@ -177,7 +178,7 @@ def load_two_tower(
 
 
 def load_whole(saved: SavedModel, device: str | torch.device, *, dtype: torch.dtype | None, verify: bool) -> Model:
-    place = usable_device(device)
+    place = choose_device(str(device))
     check_files(saved.folder, saved.files, hashes=verify)
     base = open_base(saved)
     with WeightFiles(saved.folder, saved.files) as weights:
@@ -216,8 +217,7 @@ def build_empty(saved: SavedModel) -> Model:
         with torch.device("meta"):
             return construct(saved.architecture)
     except (ValueError, TypeError, RuntimeError, KeyError, ArithmeticError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"{saved.folder / 'config.json'} does not describe a model: {reason}") from error
+        raise ValueError(f"{saved.folder / 'config.json'} does not describe a model: {first_line(error)}") from error
 
 
 def check_weights(saved: SavedModel, model: nn.Module, weights: WeightFiles, rest: Collection[str]) -> dict[str, Spec]:
@@ -321,15 +321,6 @@ def unwrap(model: nn.Module) -> Model:
         if type(tensor).__module__.split(".")[0] != "torch":
             raise ValueError(f"{name} is a {type(tensor).__name__}: save a model before it is quantized, not after")
     return plain
-
-
-def usable_device(device: str | torch.device) -> torch.device:
-    try:
-        place = torch.device(device)
-        torch.empty(1, device=place)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"the device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from error
-    return place
 
 
 def refuse_strangers(target: Path) -> None:

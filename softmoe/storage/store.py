@@ -16,7 +16,7 @@ from softmoe.storage.checkpoint import (
     step_name,
     write_checkpoint,
 )
-from softmoe.storage.files import PARTIAL, point_link, remove_folder
+from softmoe.storage.files import PARTIAL, first_line, point_link, remove_folder
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class CheckpointStore:
         except RuntimeError as error:
             if self._saving is None:
                 raise
-            raise OSError(str(error).strip().splitlines()[0]) from error  # the others are gone; training will see it
+            raise OSError(first_line(error)) from error  # the others are gone; training will see it
 
     def _put_in_order(self, step: int, best: int | None) -> None:
         try:

@@ -19,6 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 from softmoe.accelerate.buffers import total_norm
 from softmoe.models import TwoTower, VisionTransformer, ViTConfig
 from softmoe.parallel import clip_by_global_norm, global_norm
+from softmoe.storage.files import first_line
 from softmoe.train.config import ParallelSection, TrainConfig
 
 Answer = Callable[[], tuple[Signals | None, Exception | None]]
@@ -197,7 +198,7 @@ def process_team(config: ParallelSection, device: str = "auto") -> Iterator[Team
         lost = f"rank {', '.join(map(str, missing))}, which" if missing else "another, which"
         raise PeerLost(
             f"rank {rank} of {world} on {host} lost {lost} ended or did not come within {config.timeout:g} s "
-            f"(parallel.timeout): {str(error).strip().splitlines()[0]}. The same command continues from the last "
+            f"(parallel.timeout): {first_line(error)}. The same command continues from the last "
             "checkpoint"
         ) from error
     finally:
