@@ -23,22 +23,20 @@ from softmoe.data import characters_glyphs as glyphs
 from softmoe.data.characters_scenes import INKS, PAPERS, SCENES, Scenes, Written, compose, draw
 from softmoe.data.order import uniforms
 from softmoe.data.shapes_scenes import with_article
-from softmoe.data.source import Example, MinSide, fingerprint, positive_int
+from softmoe.data.source import DrawnSource, Example, drawing_options, fingerprint
 
 FACES = ("seen", "unseen")
 CLASS_SETS = ("upstream", "downstream")
 _LENGTHS = {"train": 2**22}
 _EVALUATION_LENGTH = 10_000
-_MOST = 512  # pixels a side
 _CHUNK = 64 * 32 * 32  # pixels drawn together: fewer cost more calls, more leave the caches
 _VERSION = "1"  # changes when the same (seed, index) would give another picture
 
 
-class CharactersSource:
-    """Characters on paper. Labels go round: example i has label i mod classes."""
+class CharactersSource(DrawnSource):
+    """Characters on paper."""
 
-    multi_label = False
-    generated = True
+    kind = "characters"
 
     def __init__(self, split: str, size: int, classes: str, fonts: str, faces: str, scene: str, seed: int, length: int):
         self.split, self.size, self.faces, self.scene, self.length = split, size, faces, scene, length
@@ -62,18 +60,8 @@ class CharactersSource:
         """Bitmaps are read again from the cache folder in each process."""
         return {name: value for name, value in vars(self).items() if name != "_glyphs"}
 
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Example:
-        return self.read_batch([index])[0]
-
-    def read(self, index: int, min_side: MinSide = None) -> Example:
-        """`min_side` is not needed: the pictures are drawn at the size asked for at opening."""
-        return self[index]
-
     def read_batch(self, indices: Sequence[int] | np.ndarray, captions: bool = True) -> list[Example]:
-        rows, examples = self._rows(indices), []
+        rows, examples = self.rows(indices), []
         chunk = max(1, _CHUNK // self.size**2)
         for start in range(0, len(rows), chunk):
             part = rows[start : start + chunk]
@@ -89,14 +77,8 @@ class CharactersSource:
 
     def read_captions(self, indices: Sequence[int] | np.ndarray) -> list[tuple[str, ...]]:
         """Without drawing the scenes."""
-        rows = self._rows(indices)
+        rows = self.rows(indices)
         return self._captions(self.scenes(rows), rows)
-
-    def _rows(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        rows = np.asarray(indices, dtype=np.int64)
-        if rows.size and (rows.min() < 0 or rows.max() >= self.length):
-            raise IndexError(f"characters has the examples 0 to {self.length - 1}, not {rows.min()} to {rows.max()}")
-        return rows
 
     def scenes(self, rows: np.ndarray) -> Scenes:
         labels = self._labels[rows % len(self._labels)]
@@ -161,10 +143,5 @@ def open_characters(
             raise ValueError(f"The option {name} must be {' or '.join(known)}, not {value!r}.")
     if classes not in CLASS_SETS and (not classes.isdigit() or int(classes) < 2):
         raise ValueError(f"The option classes must be {', '.join(CLASS_SETS)} or a number from 2, not {classes!r}.")
-    if not seed.isdigit():
-        raise ValueError(f"The option seed must be a whole number from 0, not {seed!r}.")
-    count = positive_int("length", length) if length else _LENGTHS.get(split, _EVALUATION_LENGTH)
-    pixels = positive_int("size", size)
-    if not 8 <= pixels <= _MOST:
-        raise ValueError(f"characters draws pictures of 8 to {_MOST} pixels a side, not {pixels}.")
-    return CharactersSource(split, pixels, classes, fonts, faces, scene, int(seed), count)
+    pixels, key, count = drawing_options("characters", size, seed, length, _LENGTHS.get(split, _EVALUATION_LENGTH))
+    return CharactersSource(split, pixels, classes, fonts, faces, scene, key, count)

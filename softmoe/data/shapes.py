@@ -12,7 +12,7 @@ from functools import cache, cached_property
 import numpy as np
 
 from softmoe.data.order import uniforms
-from softmoe.data.shapes_draw import MAX_SIZE, draw
+from softmoe.data.shapes_draw import draw
 from softmoe.data.shapes_scenes import (
     CLASS_SETS,
     COMPANIONS,
@@ -28,18 +28,17 @@ from softmoe.data.shapes_scenes import (
     compositions,
     sentences,
 )
-from softmoe.data.source import Example, MinSide, fingerprint, positive_int
+from softmoe.data.source import DrawnSource, Example, drawing_options, fingerprint
 
 _LENGTHS = {"train": 2**20}
 _EVALUATION_LENGTH = 5760  # 20 of each of the 288 upstream classes
 _VERSION = "1"  # changes when the same (seed, index) would give another picture
 
 
-class ShapesSource:
-    """Compositions of textured shapes. Labels go round: example i has label i mod classes."""
+class ShapesSource(DrawnSource):
+    """Compositions of textured shapes."""
 
-    multi_label = False
-    generated = True
+    kind = "shapes"
 
     def __init__(self, split: str, size: int, which: str, seed: int, length: int, clutter: float):
         self.split, self.size, self.which, self.seed, self.length = split, size, which, seed, length
@@ -52,20 +51,8 @@ class ShapesSource:
     def _table(self) -> np.ndarray:
         return np.array(compositions(self.which))
 
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Example:
-        return self.read_batch([index])[0]
-
-    def read(self, index: int, min_side: MinSide = None) -> Example:
-        """`min_side` is not needed: the pictures are drawn at the size asked for at opening."""
-        return self[index]
-
     def read_batch(self, indices: Sequence[int] | np.ndarray, captions: bool = True) -> list[Example]:
-        rows = np.asarray(indices, dtype=np.int64)
-        if rows.size and (rows.min() < 0 or rows.max() >= self.length):
-            raise IndexError(f"shapes has the examples 0 to {self.length - 1}, not {rows.min()} to {rows.max()}")
+        rows = self.rows(indices)
         labels = rows % len(self.classes)
         scenes = compose(self._table[labels], self._key, rows, self.clutter)
         pictures = draw(scenes, self.size)
@@ -77,7 +64,7 @@ class ShapesSource:
 
     def read_captions(self, indices: Sequence[int] | np.ndarray) -> list[tuple[str, ...]]:
         """Make captions without drawing the scenes."""
-        rows = np.asarray(indices, dtype=np.int64)
+        rows = self.rows(indices)
         labels = rows % len(self.classes)
         return self._captions(compose(self._table[labels], self._key, rows, self.clutter), labels, rows)
 
@@ -107,13 +94,8 @@ def open_shapes(
 ) -> ShapesSource:
     if classes not in CLASS_SETS:
         raise ValueError(f"shapes has the class sets {', '.join(CLASS_SETS)}, not {classes!r}.")
-    if not seed.isdigit():
-        raise ValueError(f"The option seed must be a whole number from 0, not {seed!r}.")
-    count = positive_int("length", length) if length else _LENGTHS.get(split, _EVALUATION_LENGTH)
-    pixels = positive_int("size", size)
-    if not 8 <= pixels <= MAX_SIZE:
-        raise ValueError(f"shapes draws pictures of 8 to {MAX_SIZE} pixels a side, not {pixels}.")
-    return ShapesSource(split, pixels, classes, int(seed), count, _share("clutter", clutter))
+    pixels, key, count = drawing_options("shapes", size, seed, length, _LENGTHS.get(split, _EVALUATION_LENGTH))
+    return ShapesSource(split, pixels, classes, key, count, _share("clutter", clutter))
 
 
 def _share(name: str, value: str) -> float:

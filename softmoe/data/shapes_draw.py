@@ -16,6 +16,7 @@ from softmoe.accelerate.build import Kernel, call
 from softmoe.data import shapes_tables as tables
 from softmoe.data.shapes_scenes import TEXTURE_NAMES, Placed, Scenes, chosen, compose, compositions, joined
 from softmoe.data.shapes_tables import CELLS, SPAN
+from softmoe.data.source import MAX_DRAWN
 
 _CHUNK = 64  # images of 32 x 32 pixels drawn together: fewer cost more calls, more leave the caches
 RIMMED = TEXTURE_NAMES.index("rimmed")
@@ -202,7 +203,6 @@ _PLACED = np.dtype(
 )
 _TEXTURE = np.dtype([*_FRAME, ("added", "f4", 3), ("rim", "f4"), ("table", "i4"), ("rimmed", "i4")])
 _SCENE = np.dtype([("place", "f8", 3), ("ground", "i4"), ("noise", "i4"), ("light", "f4", 3), ("strength", "f4")])
-MAX_SIZE = 512  # pixels a side
 _FAR = 99.0  # beyond all pictures and all objects
 
 
@@ -218,7 +218,7 @@ def self_test(library: ctypes.CDLL) -> bool:
 
 
 def draw_compiled(library: ctypes.CDLL, scenes: Scenes, size: int) -> np.ndarray:
-    assert size <= MAX_SIZE
+    assert size <= MAX_DRAWN
     layers = [*scenes.pebbles, scenes.object, scenes.companion, *scenes.twigs]
     arrays = (_scenes(scenes), _placed(joined(layers), size), _texture(scenes, size))
     numbers = (len(scenes.ground), len(layers), len(scenes.pebbles), size)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -31,6 +31,7 @@ import numpy as np
 # once, before decoding. A transform uses the function to choose its crop first and then have only that much
 # of the image decoded.
 MinSide = int | Callable[[int, int], int] | None
+MAX_DRAWN = 512  # pixels a side
 FEW_CLASSES, MAX_CLASSES = 100_000, 1_000_000  # see count_classes
 
 
@@ -67,6 +68,46 @@ class Source(Protocol):
     def read(self, index: int, min_side: MinSide = None) -> Example:
         """The example, its image perhaps decoded smaller, but never with a shorter side below `min_side`."""
         ...
+
+
+class DrawnSource(Source):
+    """Pictures that are drawn as they are read. Labels go round: example i has label i mod classes."""
+
+    multi_label = False
+    generated = True
+    kind: str
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Example:
+        return self.read_batch([index])[0]
+
+    def read(self, index: int, min_side: MinSide = None) -> Example:
+        """`min_side` is not needed: the pictures are drawn at the size asked for at opening."""
+        return self[index]
+
+    def read_batch(self, indices: Sequence[int] | np.ndarray, captions: bool = True) -> list[Example]:
+        raise NotImplementedError
+
+    def rows(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The indices as an array. IndexError for one that is not there."""
+        rows = np.asarray(indices, dtype=np.int64)
+        if rows.size and (rows.min() < 0 or rows.max() >= self.length):
+            raise IndexError(f"{self.kind} has the examples 0 to {self.length - 1}, not {rows.min()} to {rows.max()}")
+        return rows
+
+
+def drawing_options(kind: str, size: str, seed: str, length: str, usual: int) -> tuple[int, int, int]:
+    """Pixels a side, seed and number of the pictures of a `DrawnSource`, from its options."""
+    if not seed.isdigit():
+        raise ValueError(f"The option seed must be a whole number from 0, not {seed!r}.")
+    count = positive_int("length", length) if length else usual
+    pixels = positive_int("size", size)
+    if not 8 <= pixels <= MAX_DRAWN:
+        raise ValueError(f"{kind} draws pictures of 8 to {MAX_DRAWN} pixels a side, not {pixels}.")
+    return pixels, int(seed), count
 
 
 # scheme -> (module, function); the modules are imported when asked for, so that extras stay at the edge
