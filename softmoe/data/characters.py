@@ -9,20 +9,25 @@
 
 Example `index` of a split is a pure function of (seed, split, index) and the fonts; the scene does not change with the
 size. A model that is small for so many classes is bound by what it can know, as the paper's models on JFT are.
+
+Coordinates of scenes: the picture is [-1, 1] x [-1, 1] with y up; radii, half the longer side of a character, are in
+the same units, so a scene does not depend on the number of pixels.
 """
 
 from __future__ import annotations
 
 import unicodedata
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from softmoe.data import characters_glyphs as glyphs
-from softmoe.data.characters_scenes import INKS, PAPERS, SCENES, Scenes, Written, compose, draw
-from softmoe.data.order import uniforms
+from softmoe.data.characters_glyphs import BYTES, CELL, FILLED, LEVELS, STARTS, Glyphs
+from softmoe.data.order import Dice, uniforms
 from softmoe.data.shapes_scenes import with_article
+from softmoe.data.shapes_tables import noise_windows
 from softmoe.data.source import DrawnSource, Example, drawing_options, fingerprint
 
 FACES = ("seen", "unseen")
@@ -31,6 +36,26 @@ _LENGTHS = {"train": 2**22}
 _EVALUATION_LENGTH = 10_000
 _CHUNK = 64 * 32 * 32  # pixels drawn together: fewer cost more calls, more leave the caches
 _VERSION = "1"  # changes when the same (seed, index) would give another picture
+SCENES = ("one", "many")
+COMPANIONS = 3  # of scenes of many: smaller characters around the labelled one
+INKS = {
+    "black": (20, 20, 24),
+    "blue": (30, 60, 190),
+    "red": (190, 30, 30),
+    "green": (20, 110, 50),
+    "purple": (110, 40, 140),
+    "brown": (110, 66, 30),
+}
+PAPERS = {
+    "white": (245, 245, 242),
+    "cream": (242, 228, 190),
+    "gray": (190, 190, 188),
+    "blue": (196, 214, 236),
+    "green": (200, 224, 196),
+    "pink": (240, 206, 208),
+}
+_INKS, _PAPERS = (np.array(list(colors.values()), dtype=np.float32) for colors in (INKS, PAPERS))
+_DRAWS = 64  # uniform numbers a scene may use
 
 
 class CharactersSource(DrawnSource):
@@ -145,3 +170,159 @@ def open_characters(
         raise ValueError(f"The option classes must be {', '.join(CLASS_SETS)} or a number from 2, not {classes!r}.")
     pixels, key, count = drawing_options("characters", size, seed, length, _LENGTHS.get(split, _EVALUATION_LENGTH))
     return CharactersSource(split, pixels, classes, fonts, faces, scene, key, count)
+
+
+@dataclass
+class Written:
+    """One character in each of B scenes; all arrays are (B,)."""
+
+    label: np.ndarray
+    bitmap: np.ndarray
+    x: np.ndarray
+    y: np.ndarray
+    radius: np.ndarray
+    angle: np.ndarray
+    stretch: np.ndarray  # width over height, beside the font's own
+    slant: np.ndarray
+    ink: np.ndarray
+
+
+@dataclass
+class Scenes:
+    """Everything that B pictures show; the labelled character is the largest, and the last that is drawn.
+
+    Captions speak of it and of the first companion.
+    """
+
+    written: list[Written]
+    paper: np.ndarray  # (B,)
+    light: np.ndarray  # (B, 3): gain, slope across, slope up
+    noise: np.ndarray  # (B, 2): strength, where in the table
+
+
+def compose(
+    glyphs: Glyphs, labels: np.ndarray, others: np.ndarray, faces: int, scene: str, key: int, indices: np.ndarray
+) -> Scenes:
+    """Scenes for classes (B,), drawn from (key, index) alone; `others` are the classes companions are taken from."""
+    dice = Dice(uniforms(key, indices, _DRAWS))
+    paper = dice.pick(len(PAPERS))
+    alone = scene == "one"
+    radius = dice.span(0.72, 0.92) if alone else dice.span(0.34, 0.50)
+    x, y = (dice.span(-1, 1) * (1 - radius) for _ in range(2))
+    main = _written(dice, glyphs, labels, faces, x, y, radius)
+    written = [main]
+    if not alone:
+        inward = np.arctan2(-y, -x)  # where the first companion stands: within the picture
+        for k in range(COMPANIONS):
+            label = others[dice.pick(len(others))]
+            small = radius * dice.span(0.35, 0.6)
+            angle = inward + 2 * np.pi / COMPANIONS * k + dice.span(-0.5, 0.5)
+            away = (radius + small) * dice.span(1.05, 1.3)
+            there = x + away * np.cos(angle), y + away * np.sin(angle)
+            written.insert(-1, _written(dice, glyphs, label, faces, there[0], there[1], small))
+    light = dice.spans((0.75, -0.2, -0.2), (1.05, 0.2, 0.2))
+    return Scenes(written, paper, light, dice.spans((2, 0), (10, 2**16)))
+
+
+def _written(
+    dice: Dice,
+    glyphs: Glyphs,
+    labels: np.ndarray,
+    faces: int,
+    x: np.ndarray,
+    y: np.ndarray,
+    radius: np.ndarray,
+) -> Written:
+    """`faces` is 0 for the seen ones, 1 for the unseen ones."""
+    bitmap = glyphs.first[labels, faces] + dice.span(0, glyphs.count[labels, faces]).astype(np.int64)
+    turn = np.pi / 18
+    return Written(
+        labels,
+        bitmap,
+        x,
+        y,
+        radius,
+        dice.span(-turn, turn),
+        dice.span(0.85, 1.15),
+        dice.span(-0.2, 0.2),
+        dice.pick(len(INKS)),
+    )
+
+
+def draw(glyphs: Glyphs, scenes: Scenes, size: int) -> np.ndarray:
+    """(B, size, size, 3) uint8."""
+    count = len(scenes.paper)
+    planes = np.empty((3, count, size, size), dtype=np.float32)
+    planes[:] = _PAPERS[scenes.paper].T[:, :, None, None]
+    for written in scenes.written:
+        _write(planes, glyphs, written, size)
+    line = _line(size)
+    gain, across, up = (_column(column) for column in scenes.light.T)
+    light = gain * (1 + across * line[None, None, :] - up * line[None, :, None])
+    windows = noise_windows(size * size)
+    strength, start = _column(scenes.noise[:, 0]), scenes.noise[:, 1].astype(np.int64)
+    pictures = np.empty((count, size, size, 3), dtype=np.uint8)
+    for k, plane in enumerate(planes):
+        np.multiply(plane, light, out=plane)
+        plane += strength * windows[(start + k * 7919) % len(windows)].reshape(plane.shape)
+        np.clip(plane, 0, 255, out=plane)
+        pictures[..., k] = plane  # cuts off to whole numbers
+    return pictures
+
+
+def _write(planes: np.ndarray, glyphs: Glyphs, written: Written, size: int) -> None:
+    """Blend one character into every picture, looking only at the square that it may touch."""
+    reach = written.radius * 1.6  # a square of this radius, turned, stretched and slanted
+    side = int(min(size, np.ceil(reach.max() * size) + 2))
+    first = [
+        ((middle + 1) * (size / 2) - side / 2).astype(np.int64).clip(0, size - side)
+        for middle in (written.x, -written.y)
+    ]
+    columns, rows = (start[:, None] + np.arange(side) for start in first)
+    inside, whose, cover = _cover(glyphs, written, _line(size)[columns], -_line(size)[rows], size)
+    where = ((whose * size + rows.take(inside // side)) * size) + columns.take(whose * side + inside % side)
+    for plane, shade in zip(planes.reshape(3, -1), _INKS.T, strict=True):
+        there = plane.take(where)
+        plane[where] = there + cover * (shade[written.ink].take(whose) - there)
+
+
+def _cover(
+    glyphs: Glyphs, written: Written, x: np.ndarray, y: np.ndarray, size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the pixels that may have ink (as flat indices into (B, rows, columns), for columns x and rows y), the
+    picture each lies in, and how much of it is ink, interpolated between four cells of the bitmap."""
+    cells_a_pixel = FILLED / (written.radius * size)
+    level = np.clip(np.floor(np.log2(cells_a_pixel) + 0.5), 0, len(LEVELS) - 1).astype(np.int64)
+    sides = np.array(LEVELS)[level]
+    per = sides / CELL * (FILLED / 2) / written.radius
+    across, down = per * np.cos(written.angle), per * np.sin(written.angle)
+    # cells from the middle: up, and right of the slanted upright
+    up = [-down, across, down * written.x - across * written.y]
+    right = [(a - written.slant * b) / written.stretch for a, b in zip([across, down], up, strict=False)]
+    right.append(-right[0] * written.x - right[1] * written.y)
+    x, y = x[:, None, :], y[:, :, None]
+    u, v = (_column(a) * x + (_column(b) * y + _column(c)) for a, b, c in (right, up))
+    half = _column(sides * (FILLED / CELL / 2) + 0.5)
+    inside = np.flatnonzero((np.abs(u) < half) & (np.abs(v) < half))
+    whose = inside // (u.shape[1] * u.shape[2])
+    middle = (sides / 2 - 0.5).astype(np.float32).take(whose)
+    u, v = middle + u.take(inside), middle - v.take(inside)
+    left, top = u.astype(np.int64), v.astype(np.int64)
+    u -= left.astype(np.float32)
+    v -= top.astype(np.float32)
+    line = sides.take(whose)
+    start = (written.bitmap * BYTES + np.array(STARTS)[level]).take(whose) + top * line + left
+    flat, below = glyphs.rows.reshape(-1), start + line
+    upper, right_of, lower, corner = (flat.take(at).astype(np.float32) for at in (start, start + 1, below, below + 1))
+    upper += (right_of - upper) * u
+    lower += (corner - lower) * u
+    return inside, whose, (upper + (lower - upper) * v) * np.float32(1 / 255)
+
+
+def _line(size: int) -> np.ndarray:
+    """The places of the pixels of a row."""
+    return ((np.arange(size) + 0.5) / size * 2 - 1).astype(np.float32)
+
+
+def _column(values: np.ndarray) -> np.ndarray:
+    return values.astype(np.float32)[:, None, None]

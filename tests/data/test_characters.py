@@ -10,8 +10,7 @@ import pytest
 
 from softmoe.data import characters_glyphs as glyphs
 from softmoe.data import open_source
-from softmoe.data.characters import CharactersSource, class_name
-from softmoe.data.characters_scenes import COMPANIONS, INKS, PAPERS, compose, draw
+from softmoe.data.characters import COMPANIONS, INKS, PAPERS, CharactersSource, class_name, compose, draw
 
 FEW = "characters?classes=60"
 
