@@ -7,7 +7,6 @@ normalized. Here the logits and the tokens as they came are kept. It costs two s
 `keep_logits_only(model)`, or `--keep-logits-only` of a run.
 """
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -164,19 +163,3 @@ def by_image(slots_NSD: Tensor, logits_BMNP: Tensor) -> Tensor:
 
 def softmax_gradient(d_weights: Tensor, weights: Tensor, dim: int) -> Tensor:
     return torch.ops.aten._softmax_backward_data(d_weights, weights, dim, weights.dtype)
-
-
-def bytes_kept(call: Callable[[], object], but: Iterable[Tensor] = ()) -> int:
-    """Bytes that autograd keeps for the backward pass of what is called, each memory counted once, but for some."""
-    kept: dict[int, tuple[int, Tensor]] = {}
-
-    def remember(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes(), tensor  # held, so that no other gets its address
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
-        output = call()
-    del output
-    known = {tensor.untyped_storage().data_ptr() for tensor in but}
-    return sum(size for place, (size, _) in kept.items() if place not in known)

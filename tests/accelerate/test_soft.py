@@ -1,13 +1,31 @@
 """Soft routing that keeps its logits alone, against the plain router."""
 
+from collections.abc import Callable, Iterable
+
 import pytest
 import torch
 from torch import Tensor
 
 import softmoe
 from softmoe import accelerate
-from softmoe.accelerate.soft import LogitsRouting, bytes_kept, keep_logits_only
+from softmoe.accelerate.soft import LogitsRouting, keep_logits_only
 from softmoe.moe import PlacedRouter, SoftRouter
+
+
+def bytes_kept(call: Callable[[], object], but: Iterable[Tensor] = ()) -> int:
+    """Bytes that autograd keeps for the backward pass of what is called, each memory counted once, but for some."""
+    kept: dict[int, tuple[int, Tensor]] = {}
+
+    def remember(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes(), tensor  # held, so that no other gets its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
+        output = call()
+    del output
+    known = {tensor.untyped_storage().data_ptr() for tensor in but}
+    return sum(size for place, (size, _) in kept.items() if place not in known)
 
 
 def outputs_and_gradients(layer: softmoe.SoftMoE, x: Tensor, mask: Tensor | None) -> list[Tensor]:
