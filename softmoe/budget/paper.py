@@ -181,10 +181,6 @@ MISFITS = (
 )
 
 
-def misfit_of(ref: int) -> Misfit | None:
-    return next((misfit for misfit in MISFITS if ref in misfit.refs), None)
-
-
 @dataclass(frozen=True)
 class Comparison:
     """`error` is (ours - paper) / paper of the exaFLOP column, `gflop_error` that of GFLOP/img (long runs only)."""
@@ -223,7 +219,7 @@ def compare_pareto_runs() -> list[Comparison]:
 
 def compare(run: LongRun | ParetoRun, config: ViTConfig, steps: int) -> Comparison:
     c = cost(config, convention="paper")
-    misfit = misfit_of(run.ref) if isinstance(run, ParetoRun) else None
+    misfit = next((m for m in MISFITS if isinstance(run, ParetoRun) and run.ref in m.refs), None)
     return Comparison(run, c.params, c.forward_flops / 1e9, exaflop(config, steps), misfit)
 
 

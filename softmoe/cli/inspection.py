@@ -10,7 +10,6 @@ from softmoe.cli.parse import parse, percent_on_terminal
 
 if TYPE_CHECKING:
     from softmoe.data import Source
-    from softmoe.evaluate import Loaded
     from softmoe.inspection import Inspection
     from softmoe.inspection.doctor import Verdict
     from softmoe.report import RunRecord
@@ -51,7 +50,8 @@ def inspect_command(argv: list[str]) -> int:
     names = [a.model, *([a.compare] if a.compare else [])]
     models = [look(a, name) for name in names]
     title = f"Inside {' and '.join(model.name for model in models)}"
-    written = write_inspection(models, out_folder(a), title=title, about={"data": a.data, "split": a.split})
+    folder = a.out or (Path(a.model) if (Path(a.model) / "metrics.jsonl").is_file() else Path("inspect"))
+    written = write_inspection(models, folder, title=title, about={"data": a.data, "split": a.split})
     for model in models:
         print(f"{model.name}: {model.images:,} images\n{layers_text(model)}\n")
     print("\n".join(f"{columns}: {meaning}" for columns, meaning in NOTES) + "\n")
@@ -84,11 +84,6 @@ def look(a: InspectArguments, name: str) -> "Inspection":
         about={"model": name, "fingerprint": loaded.saved.fingerprint, "data_fingerprint": source.fingerprint},
         progress=percent_on_terminal("inspecting"),
     )
-
-
-def out_folder(a: InspectArguments) -> Path:
-    run = Path(a.model)
-    return a.out or (run if (run / "metrics.jsonl").is_file() else Path("inspect"))
 
 
 @dataclass(frozen=True)
@@ -127,6 +122,7 @@ def doctor_command(argv: list[str]) -> int:
 
 
 def model_verdicts(a: DoctorArguments, run: "RunRecord | None") -> "list[Verdict]":
+    from softmoe.data import evaluation_batches
     from softmoe.evaluate import load
     from softmoe.inspection.collect import layer_results
     from softmoe.inspection.doctor import (
@@ -158,7 +154,8 @@ def model_verdicts(a: DoctorArguments, run: "RunRecord | None") -> "list[Verdict
         return [*found, Verdict("routing on images", None, f"the run's images cannot be opened: {error}")]
     if source is None:
         return [*found, Verdict("routing on images", None, "no data was given: softmoe doctor MODEL DATA")]
-    return found + examine_layers(layer_results(model, batches_of(a, source, loaded))[1])
+    batches = (batch.images for batch in evaluation_batches(source, loaded.transform, a.batch_size))
+    return found + examine_layers(layer_results(model, batches)[1])
 
 
 def images_of(a: DoctorArguments, run: "RunRecord | None") -> "Source | None":
@@ -170,12 +167,6 @@ def images_of(a: DoctorArguments, run: "RunRecord | None") -> "Source | None":
         d = run.config.data
         name, split = d.val or d.train, a.split or d.val_split
     return None if name is None else random_subset(open_source(name, split), a.images)
-
-
-def batches_of(a: DoctorArguments, source: "Source", loaded: "Loaded"):
-    from softmoe.data import evaluation_batches
-
-    return (batch.images for batch in evaluation_batches(source, loaded.transform, a.batch_size))
 
 
 def run_verdicts(run: "RunRecord") -> "list[Verdict]":

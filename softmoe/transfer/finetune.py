@@ -120,7 +120,7 @@ def branch(checkpoint: Path | str, cooldown: int, run_name: str | None = None, r
         return config
     with whole_folder(target.path) as folder:
         partial = RunFolder(folder)
-        copy_checkpoint(checkpoint, partial.checkpoints / checkpoint.name)
+        shutil.copytree(checkpoint, partial.checkpoints / checkpoint.name, copy_function=link_or_copy)
         if source.metrics.exists():
             shutil.copy(source.metrics, partial.metrics)
             MetricsFile(partial.metrics).rewind(config.steps - cooldown)
@@ -168,12 +168,8 @@ def branch_config(old: TrainConfig, step: int, cooldown: int, run_name: str, run
     )
 
 
-def copy_checkpoint(source: Path, target: Path) -> None:
-    """Hard links where the file system has them: checkpoints are never changed in place."""
-    shutil.copytree(source, target, copy_function=link_or_copy)
-
-
 def link_or_copy(source: str, target: str) -> None:
+    """Make a hard link where the file system has them: checkpoints are never changed in place."""
     try:
         os.link(source, target)
     except OSError:
