@@ -216,7 +216,7 @@ def test_card(saved):
     card = (saved / "README.md").read_text()
     facts = open_saved(saved)
     count = sum(p.numel() for p in softmoe.from_pretrained(saved).parameters())
-    for fact in (f"{count:,}", "4 (soft, 1 slots each) in blocks 1", "cat, dog", "| step | 7 |", "5 classes"):
+    for fact in (f"{count:,}", "4 (soft, 1 slot each) in blocks 1", "cat, dog", "| step | 7 |", "5 classes"):
         assert fact in card
     assert facts.files["model.safetensors"].sha256 in card
 
