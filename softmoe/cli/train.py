@@ -102,6 +102,7 @@ def parse_train(recipe: str, argv: list[str]) -> tuple[TrainConfig, bool]:
     if image is not None:
         from softmoe.transfer import locked_config
 
+        image, rest = take_told(image, rest)
         default = locked_config(default, image)
     elif default.model.locked and default.model.weights is None and not {"-h", "--help"} & set(rest):
         raise ValueError(f"give the trained model whose images get texts: softmoe train {recipe} --image MODEL")
@@ -214,3 +215,13 @@ def take(argv: list[str], flag: str) -> tuple[str | None, list[str]]:
         if word.startswith(f"{flag}="):
             return word.removeprefix(f"{flag}="), argv[:index] + argv[index + 1 :]
     return None, argv
+
+
+def take_told(model: str, argv: list[str]) -> tuple[str, list[str]]:
+    """Return the path of others' weights with what the arguments tell of them, and the arguments without it."""
+    from softmoe.convert.foreign import with_options
+
+    told = {}
+    for name in ("mean", "std", "heads", "activation"):
+        told[name], argv = take(argv, f"--{name}")
+    return with_options(model, told), argv

@@ -11,7 +11,7 @@ import tyro
 
 from softmoe import recipes
 from softmoe.cli.parse import parse, parse_run, parse_size, read_words
-from softmoe.cli.train import drive, take
+from softmoe.cli.train import drive, take, take_told
 
 if TYPE_CHECKING:
     from softmoe.train import TrainConfig
@@ -39,14 +39,10 @@ def finetune_command(argv: list[str]) -> int:
 
 
 def parse_finetune(model: str, data: str, argv: list[str]) -> tuple[TrainConfig, bool]:
-    from softmoe.convert.foreign import with_options
     from softmoe.transfer import transfer_config
 
     size, rest = take(argv, "--image-size")
-    given = {}
-    for name in ("mean", "std", "heads", "activation"):  # of others' weights: kept with their path
-        given[name], rest = take(rest, f"--{name}")
-    model = with_options(model, given)
+    model, rest = take_told(model, rest)
     adapters, rest = "--adapters" in rest, [word for word in rest if word != "--adapters"]
     image_size = parse_size(size) if size else None
     default = transfer_config(recipes.load("finetune"), model, image_size=image_size, adapters=adapters)

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from safetensors.torch import save_file
 from two_towers import save
 
 from softmoe import save_pretrained
 from softmoe.cli import main
+from softmoe.convert import to_timm
 from softmoe.data import open_source
 from softmoe.evaluate import load_towers
 from softmoe.models import create_model
@@ -58,6 +60,17 @@ def test_lit(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert main(["train", "lit", "--image", str(start), *data, "--dry-run"]) == 0
     assert "text tower:" in capsys.readouterr().out
     assert main(["train", str(tmp_path / "lit"), "--log.quiet", "True"]) == 0
+
+
+def test_lit_of_a_file_of_others(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """A file under timm's names says nothing of mean and std: --mean and --std do, as in finetune."""
+    shape = {"image_size": 16, "width": 16, "heads": 2, "mlp_dim": 64, "depth": 1, "num_classes": 4}
+    save_file(to_timm(create_model("vit_ti8", **shape, qk_norm=False))[0], tmp_path / "vit.safetensors")
+    argv = ["train", "lit_small", "--image", str(tmp_path / "vit.safetensors"), "--data", "shapes?size=16", "--dry-run"]
+    assert main(argv) == 2
+    assert "give mean and std" in capsys.readouterr().err
+    assert main([*argv, "--mean", "0.5", "--std", "0.5", "--heads", "2"]) == 0
+    assert "text tower:" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
