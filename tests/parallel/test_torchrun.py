@@ -1,4 +1,4 @@
-"""The command line under torchrun: a rank that is killed is started again, and the run goes on."""
+"""The command line under torchrun: one rank speaks and saves, and a rank that is killed is started again."""
 
 import json
 import os
@@ -7,6 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from parallel.ranks import start_ranks
+from parallel.trouble import command_rank
+
+from softmoe import create_model, from_pretrained, save_pretrained
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """
@@ -29,6 +33,28 @@ def recipe():
         threading.Thread(target=die_after_a_checkpoint, daemon=True).start()
     return make_config(RUNS, steps=40)
 """
+
+
+def test_finetune_is_finished_by_one_rank(tmp_path):
+    """Two ranks fine-tune; rank 0 alone says where the model is, and writes it whole."""
+    tower = create_model("soft_ti4_2e", image_size=16, num_classes=3, width=16, heads=2, mlp_dim=16, depth=2)
+    save_pretrained(tower, tmp_path / "start", preprocessing={"image_size": (16, 16), "crop": "resize"})
+    argv = [
+        "finetune",
+        str(tmp_path / "start"),
+        "shapes?size=16&length=32",
+        "--runs",
+        str(tmp_path),
+        "--run-name",
+        "run",
+    ]
+    argv += ["--steps", "2", "--data.batch-size", "8", "--data.workers", "0", "--evaluation.examples", "8"]
+    (first, said), (second, silence) = [
+        value or pytest.fail(error) for value, error in start_ranks(2, command_rank, [*argv, "--log.quiet", "True"])
+    ]
+    assert (first, second, silence) == (0, 0, "")
+    assert str(tmp_path / "run" / "model") in said
+    assert from_pretrained(tmp_path / "run" / "model").config.depth == 2
 
 
 @pytest.mark.slow

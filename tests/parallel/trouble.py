@@ -1,5 +1,7 @@
 """One rank of a training run, with something that goes wrong on rank 1 if the test says so."""
 
+import contextlib
+import io
 import os
 import signal
 import time
@@ -82,3 +84,11 @@ def train_rank(rank: int, world: int, config: TrainConfig, trouble: str | None =
         shards.write_parts = write_and_die
     result = train(config, objective=troubled)
     return {"step": result.step, "numbers": result.numbers, "signal": result.signal}
+
+
+def command_rank(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
+    """Run one rank of a command, and return its exit code and what it printed."""
+    from softmoe.cli import main
+
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        return main(argv), said.getvalue()
