@@ -9,18 +9,20 @@ do, do not occur. On other devices rows are rounded to the type of the weights (
 In `ByteLinear` rows are rounded to 256 steps as they come, and bytes are multiplied with bytes: several times as fast
 at any batch size where the processor can (AVX-512 VNNI), for another rounding about as large as that of the weights.
 int8 has one scale per matrix and output, which is its largest weight over 127.
+
+Both are multiplied by packed.cpp; without it torch's products compute the same more slowly.
 """
 
+import ctypes
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from softmoe.inference import kernel
-from softmoe.inference.kernel import PANEL
+from softmoe.accelerate.build import Kernel, call
 from softmoe.moe import DenseRouting, Experts, Router, SoftRouter
 from softmoe.moe.experts import make_gelu
 from softmoe.moe.routing import check_tokens, no_autocast, routing_dtype
@@ -30,10 +32,15 @@ WEIGHTS = ("float32", "float16", "bfloat16", "int8", "int8_dynamic")
 Weights = Literal["float32", "float16", "bfloat16", "int8", "int8_dynamic"]
 Storage = Literal["float32", "float16", "bfloat16", "int8", "int8_dynamic", "mapped"]
 """Commands offer these names: also float32 left in its file, for models larger than the memory (see `open_mapped`)."""
-
-
 GROUP = 1 << 28
 """Bytes of weights that are unpacked at a time where there is no compiled product."""
+PANEL = 64  # outputs that lie side by side in the packed weights, as in packed.cpp
+_NAMES = {
+    torch.float32: "product_float32",
+    torch.float16: "product_float16",
+    torch.bfloat16: "product_bfloat16",
+    torch.int8: "product_int8",
+}
 
 
 class PreparedSoftRouter(Router):
@@ -98,7 +105,7 @@ class PackedLinear(nn.Module):
 
     def __init__(self, get: Callable[[int], Tensor], shape: tuple[int, int, int], bias: Tensor, weights: Weights):
         super().__init__()
-        kernel.KERNEL.why_not()  # built now, not while a compiler traces the first call
+        KERNEL.why_not()  # built now, not while a compiler traces the first call
         N, K, C = self.shape = shape
         E = PANEL if bias.device.type == "cpu" else C
         dtype: torch.dtype = getattr(torch, weights)
@@ -121,8 +128,8 @@ class PackedLinear(nn.Module):
 
     def forward(self, x_NSK: Tensor) -> Tensor:
         refuse_gradients(x_NSK)
-        if x_NSK.device.type == "cpu" and kernel.KERNEL.available:
-            return kernel.packed_product(x_NSK.float(), self.packed, self.scale, self.bias)
+        if x_NSK.device.type == "cpu" and KERNEL.available:
+            return packed_product(x_NSK.float(), self.packed, self.scale, self.bias)
         return self.by_groups(x_NSK)
 
     def by_groups(self, x_NSK: Tensor) -> Tensor:
@@ -154,8 +161,8 @@ class ByteLinear(nn.Module):
 
     def __init__(self, get: Callable[[int], Tensor], shape: tuple[int, int, int], bias: Tensor):
         super().__init__()
-        if bias.device.type != "cpu" or not kernel.has_bytes():
-            why = kernel.KERNEL.why_not() or "this processor (or device) has no product of bytes"
+        if bias.device.type != "cpu" or not has_bytes():
+            why = KERNEL.why_not() or "this processor (or device) has no product of bytes"
             raise ValueError(f"int8_dynamic needs the compiled product and AVX-512 VNNI, but {why}; use int8")
         N, K, C = self.shape = shape
         groups, Q = -(-K // 4), -(-C // PANEL)
@@ -182,7 +189,7 @@ class ByteLinear(nn.Module):
         x_NSK = x_NSK.float()
         if short:  # with the row's own last number: zeros might widen its range; their weights are zero
             x_NSK = torch.cat([x_NSK, x_NSK[..., -1:].expand(-1, -1, short)], -1)
-        return kernel.byte_product(x_NSK, self.packed, self.scale, self.sums, self.bias)
+        return byte_product(x_NSK, self.packed, self.scale, self.sums, self.bias)
 
     def matrix(self, n: int) -> Tensor:
         """Return matrix n, (K, C), as it is used, after rounding."""
@@ -235,3 +242,76 @@ def round_to(w_KC: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
 def refuse_gradients(x: Tensor) -> None:
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError("a prepared model gives no gradients: use the original one, or torch.no_grad()")
+
+
+def self_test(library: ctypes.CDLL) -> bool:
+    """Small whole numbers are exact in every type: compare with torch before anyone relies on it."""
+    x = torch.arange(3 * 7 * 5).remainder(9).view(3, 7, 5).float() - 4
+    w = torch.arange(3 * 2 * 5 * PANEL).remainder(11).view(3, 2, 5, PANEL).float() - 5
+    bias = torch.arange(3 * 70).remainder(3).view(3, 70).float()
+    plain = x @ w.transpose(1, 2).reshape(3, 5, 2 * PANEL)[..., :70] + bias.unsqueeze(1)
+    return all(torch.equal(product(library, x, w.to(dtype), None, bias), plain) for dtype in _NAMES)
+
+
+def product(
+    library: ctypes.CDLL, x_NSK: Tensor, packed_NQKE: Tensor, scale_NC: Tensor | None, bias_NC: Tensor
+) -> Tensor:
+    N, S, K = x_NSK.shape
+    C = bias_NC.shape[1]
+    assert packed_NQKE.shape == (N, -(-C // PANEL), K, PANEL)
+    assert x_NSK.dtype == bias_NC.dtype == torch.float32
+    assert scale_NC is None or scale_NC.shape == bias_NC.shape
+    assert all(t is None or t.is_contiguous() for t in (x_NSK, packed_NQKE, scale_NC, bias_NC))
+    y_NSC = torch.empty(N, S, C)
+    function = getattr(library, _NAMES[packed_NQKE.dtype])
+    call(function, x_NSK, packed_NQKE, scale_NC, bias_NC, y_NSC, N, S, K, C)
+    return y_NSC
+
+
+KERNEL = Kernel("packed", self_test)
+
+
+@torch.library.custom_op("softmoe::packed_product", mutates_args=(), device_types="cpu")
+def packed_product(x_NSK: Tensor, packed_NQKE: Tensor, scale_NC: Tensor | None, bias_NC: Tensor) -> Tensor:
+    """Compute (x @ w) * scale + bias for weights in panels. An operator of torch's, so that torch.compile takes it."""
+    return product(KERNEL.library, x_NSK.contiguous(), packed_NQKE, scale_NC, bias_NC)
+
+
+@cache
+def has_bytes() -> bool:
+    """Tell if the processor multiplies bytes (AVX-512 VNNI)."""
+    if not KERNEL.available:
+        return False
+    x, w, ones = torch.zeros(1, 1, 4), torch.zeros(1, 1, 4 * PANEL, dtype=torch.int8), torch.ones(1, 1)
+    return _call_bytes(x, w, ones, ones, ones) is not None
+
+
+def _call_bytes(x_NSK: Tensor, packed: Tensor, scale_NC: Tensor, sums_NC: Tensor, bias_NC: Tensor) -> Tensor | None:
+    N, S, K = x_NSK.shape
+    C = bias_NC.shape[1]
+    assert packed.numel() == N * -(-C // PANEL) * PANEL * K
+    assert K % 4 == 0
+    tensors = (x_NSK, packed, scale_NC, sums_NC, bias_NC)
+    assert all(t.is_contiguous() for t in tensors)
+    y_NSC = torch.empty(N, S, C)
+    room = (y_NSC, torch.empty(N, S, K, dtype=torch.uint8), torch.empty(N, S, 2))
+    done = call(KERNEL.library.product_bytes, *tensors, *room, N, S, K, C)
+    return y_NSC if done else None
+
+
+@torch.library.custom_op("softmoe::byte_product", mutates_args=(), device_types="cpu")
+def byte_product(x_NSK: Tensor, packed: Tensor, scale_NC: Tensor, sums_NC: Tensor, bias_NC: Tensor) -> Tensor:
+    """Compute packed_product for int8 weights with every row of x rounded to bytes too."""
+    y_NSC = _call_bytes(x_NSK.contiguous(), packed, scale_NC, sums_NC, bias_NC)
+    assert y_NSC is not None, "asked for on a processor that has no such product"
+    return y_NSC
+
+
+@byte_product.register_fake
+def _byte_shape(x_NSK: Tensor, packed: Tensor, scale_NC: Tensor, sums_NC: Tensor, bias_NC: Tensor) -> Tensor:
+    return x_NSK.new_empty(x_NSK.shape[0], x_NSK.shape[1], bias_NC.shape[1])
+
+
+@packed_product.register_fake
+def _packed_shape(x_NSK: Tensor, packed_NQKE: Tensor, scale_NC: Tensor | None, bias_NC: Tensor) -> Tensor:
+    return x_NSK.new_empty(x_NSK.shape[0], x_NSK.shape[1], bias_NC.shape[1])

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from softmoe.accelerate.guards import is_exactly, plain_class
-from softmoe.inference import kernel
-from softmoe.inference.layers import WEIGHTS, ByteDense, PreparedExperts, PreparedSoftRouter, Weights
+from softmoe.inference.layers import KERNEL, WEIGHTS, ByteDense, PreparedExperts, PreparedSoftRouter, Weights
 from softmoe.models import VisionTransformer
 from softmoe.models.transformer import MLP, Attention, Block
 from softmoe.moe import (
@@ -173,7 +172,7 @@ def _dense(block: Block) -> Iterator[tuple[str, nn.Linear]]:
 
 def _packs(experts: Experts) -> bool:
     """Tell if the compiled product is there: float32 weights are worth another layout only for it."""
-    return experts.w1.device.type == "cpu" and kernel.KERNEL.available
+    return experts.w1.device.type == "cpu" and KERNEL.available
 
 
 def _named(path: str, make: Callable[..., nn.Module], module: nn.Module, *arguments: object) -> nn.Module:

@@ -13,9 +13,9 @@ import softmoe
 from softmoe.accelerate import activation, attention, build, experts, optimizer
 from softmoe.accelerate.build import Kernel
 from softmoe.data import shapes_draw
-from softmoe.inference import kernel
+from softmoe.inference import layers
 
-ROOMS = (activation, attention, experts, optimizer, shapes_draw, kernel)
+ROOMS = (activation, attention, experts, optimizer, shapes_draw, layers)
 KERNELS: dict[Path, Kernel] = {room.KERNEL.source: room.KERNEL for room in ROOMS}
 pytestmark = pytest.mark.skipif(build.turned_off() or not shutil.which("g++"), reason="no compiler, or turned off")
 

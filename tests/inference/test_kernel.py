@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from softmoe.accelerate import build
-from softmoe.inference import kernel
-from softmoe.inference.kernel import KERNEL
-from softmoe.inference.layers import ByteDense, ByteLinear, PackedLinear, product_dtype
+from softmoe.inference import layers
+from softmoe.inference.layers import KERNEL, ByteDense, ByteLinear, PackedLinear, product_dtype
 
 needs_compiler = pytest.mark.skipif(not KERNEL.available, reason=f"no compiled product: {KERNEL.why_not()}")
 SHAPES = st.tuples(st.integers(1, 3), st.integers(0, 15), st.integers(1, 9), st.integers(1, 140))
@@ -81,7 +80,7 @@ def test_older_processors(flag):
     assert KERNEL.self_test(library)
     layer, x = made((2, 7, 5, 100), "float16")
     layer.packed[0, 0, 0, :4] = torch.tensor([6e-8, -3e-6, 65504.0, -0.0]).half()  # subnormal and largest numbers
-    torch.testing.assert_close(kernel.product(library, x, layer.packed, None, layer.bias), layer.by_groups(x))
+    torch.testing.assert_close(layers.product(library, x, layer.packed, None, layer.bias), layer.by_groups(x))
 
 
 @needs_compiler
@@ -131,7 +130,7 @@ def test_compiles_into_a_graph():
     torch.testing.assert_close(program.module()(more), layer(more))
 
 
-needs_bytes = pytest.mark.skipif(not kernel.has_bytes(), reason="no product of bytes on this processor")
+needs_bytes = pytest.mark.skipif(not layers.has_bytes(), reason="no product of bytes on this processor")
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
@@ -184,6 +183,6 @@ def test_bytes_instead_of_a_linear():
 
 def test_bytes_without_the_instruction(monkeypatch):
     """A sentence, not a crash."""
-    monkeypatch.setattr(kernel, "has_bytes", lambda: False)
+    monkeypatch.setattr(layers, "has_bytes", lambda: False)
     with pytest.raises(ValueError, match=r"int8_dynamic needs the compiled product .* use int8"):
         ByteLinear(torch.randn(1, 4, 4).__getitem__, (1, 4, 4), torch.randn(1, 4))

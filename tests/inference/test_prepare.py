@@ -7,11 +7,11 @@ import torch
 from saved_models import tiny
 from torch import nn
 
-from softmoe.inference import kernel, prepare
+from softmoe.inference import layers, prepare
 from softmoe.inference.layers import PreparedExperts, PreparedSoftRouter, round_to
 from softmoe.moe import Experts, MoE, SoftMoE, SoftRouter
 
-BYTES = pytest.param("int8_dynamic", marks=pytest.mark.skipif(not kernel.has_bytes(), reason="no product of bytes"))
+BYTES = pytest.param("int8_dynamic", marks=pytest.mark.skipif(not layers.has_bytes(), reason="no product of bytes"))
 WEIGHTS = ("float32", "float16", "bfloat16", "int8", BYTES)
 TOLERANCE = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1e-2, "int8": 3e-2, "int8_dynamic": 6e-2}
 """Of the outputs' root mean square, for random weights."""
@@ -35,11 +35,11 @@ def changed(model: nn.Module) -> nn.Module:
 def _both(request, monkeypatch):
     """With the compiled product and without it."""
     if not request.param:
-        monkeypatch.setattr(kernel.KERNEL, "_found", "not asked for")
+        monkeypatch.setattr(layers.KERNEL, "_found", "not asked for")
         if request.node.callspec.params.get("weights") == "int8_dynamic":
             pytest.skip("only compiled")
-    elif not kernel.KERNEL.available:
-        pytest.skip(str(kernel.KERNEL.why_not()))
+    elif not layers.KERNEL.available:
+        pytest.skip(str(layers.KERNEL.why_not()))
 
 
 @pytest.mark.usefixtures("_both")
