@@ -1,4 +1,4 @@
-"""The least time of a Soft MoE layer's forward pass on a device, stage by stage: `python -m softmoe.budget.roofline`.
+"""The least time of a Soft MoE layer's forward pass on a device, stage by stage: `python tools/layer_roofline.py`.
 
 Letters: B images, M tokens, D width, H hidden width, N experts of one slot each.
 
