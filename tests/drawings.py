@@ -47,3 +47,16 @@ def ink(path: Path, axis: Any) -> float:
         round(height * (1 - box.y1)) : round(height * (1 - box.y0)), round(width * box.x0) : round(width * box.x1)
     ]
     return float((inside < 250).mean())
+
+
+def nothing_hides(figure: Any) -> bool:
+    """Tell if each axis with its labels and legend is inside the picture, and no legend lies on an axis."""
+    figure.canvas.draw()
+    whole = figure.bbox.padded(1)
+    for axis in figure.axes:
+        box, legend = axis.get_tightbbox(), axis.get_legend()
+        if box.x0 < whole.x0 or box.x1 > whole.x1 or box.y0 < whole.y0 or box.y1 > whole.y1:
+            return False
+        if legend and any(legend.get_window_extent().overlaps(other.bbox) for other in figure.axes):
+            return False
+    return True

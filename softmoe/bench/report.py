@@ -97,7 +97,7 @@ def draw(rows: list[Row], title: str, path: Path) -> None:
                 axes.plot(x, best, linestyle=":", color=line.get_color())
         axes.set(xscale="log", yscale="log", xlabel="experts", ylabel="images a second (dotted: the roofline)")
         axes.set_title(title, fontsize=9)
-        axes.legend()
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     else:
         figure, axes = pyplot.subplots(figsize=(9, 1 + 0.28 * len(rows)))
         labels = [f"{row.case}, {row.phase}: {row.name}" for row in rows]

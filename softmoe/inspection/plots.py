@@ -70,7 +70,7 @@ def token_and_expert_shares(model: Inspection) -> Any | None:
         middle.plot(np.arange(1, len(experts) + 1), experts / max(experts[-1], 1e-12), color=color)
     left.axvline(layers[next(iter(layers))]["token_mass"]["mean"], color="#888", ls=":", lw=1)
     left.set(xlim=(0, 4), xlabel="summed dispatch weight of a token", ylabel="tokens up to it (%)")
-    left.legend(frameon=False, fontsize=8)
+    legend(left)
     middle.set(xlabel="experts, most important first", ylabel="mean combine weight / smallest")
     middle.xaxis.get_major_locator().set_params(integer=True)
     name, r = next(iter(layers.items()))
@@ -176,7 +176,7 @@ def collapse(model: Inspection) -> Any | None:
         for (kind, key), color in zip(keys, ("#0b6e99", "#d1495b"), strict=True):
             axis.plot(names, [r[kind][key] for r in layers.values()], "o-", color=color, label=kind)
         axis.set(ylabel=title, ylim=limits)
-        axis.legend(frameon=False)
+        legend(axis)
     if known:
         axes[-1].plot(names, [np.nan if s is None else s for s in scales], "o-", color="#66a182")
         axes[-1].set(ylabel="scale of the logits")
@@ -201,7 +201,7 @@ def dropping(model: Inspection) -> Any | None:
         right.plot(np.arange(1, len(load) + 1), 100 * load, "o-", ms=3, color=color, label=layer_label(name))
     right.axhline(100 / experts, color="#888", ls=":", lw=1)
     right.set(xlabel="experts, fullest first", ylabel="share of the tokens (%)", ylim=(0, None))
-    right.legend(frameon=False, fontsize=8)
+    legend(right)
     for axis in (left, right):
         plain(axis)
     return figure
@@ -267,6 +267,19 @@ def fewer_colors(png: bytes) -> bytes:
     buffer = io.BytesIO()
     Image.open(io.BytesIO(png)).convert("RGB").quantize(128).save(buffer, "PNG", optimize=True)
     return buffer.getvalue()
+
+
+def legend(axis: Any, title: str = "") -> None:
+    """Name the curves above the axis, in as many columns as fit: never on what is drawn, however long the names."""
+    names = axis.get_legend_handles_labels()[1]
+    if not names:
+        return
+    inches = axis.get_window_extent().width / axis.figure.dpi
+    columns = max(1, min(len(names), int(inches / (0.5 + 0.065 * max(map(len, names))))))
+    axis.legend(
+        loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns, frameon=False, fontsize=8, title=title,
+        title_fontsize=8, alignment="left", borderaxespad=0.2, columnspacing=1.2,
+    )  # fmt: skip
 
 
 def pyplot() -> Any:

@@ -21,6 +21,7 @@ from softmoe import __version__
 from softmoe.budget import cost
 from softmoe.budget.report import aligned
 from softmoe.evaluate.mistakes import mistakes_section
+from softmoe.inspection.plots import legend, pyplot
 from softmoe.models import ViTConfig
 from softmoe.storage.files import flatten, read_json
 from softmoe.train import TrainConfig
@@ -84,7 +85,7 @@ def load_run(folder: Path | str) -> RunRecord:
 
 def comparison(runs: list[RunRecord]) -> Any:
     """Draw validation accuracy against computation and against time, and training loss against images."""
-    figure, axes = pyplot().subplots(1, 3, figsize=(13, 3.9))
+    figure, axes = pyplot().subplots(1, 3, figsize=(13, 4.2), layout="constrained")
     panels = (
         ("flops", "val/top1", 1e-12, 100.0, "training TFLOPs", "validation top-1 (%)"),
         ("device_seconds", "val/top1", 1.0, 100.0, "training seconds", "validation top-1 (%)"),
@@ -98,8 +99,7 @@ def comparison(runs: list[RunRecord]) -> Any:
                 [a * x_factor for a in xs], [b * y_factor for b in ys], color=color, marker=mark, ms=4, label=run.name
             )
         finish(axis, x_label, y_label)
-    axes[0].legend(frameon=False)
-    figure.tight_layout()
+    legend(axes[0])
     return figure
 
 
@@ -109,21 +109,22 @@ def router_health(run: RunRecord) -> Any | None:
         (run.routers(key), label)
         for key, label in (
             ("scale", "scale of the logits"),
-            ("max_dispatch", "largest dispatch weight (mean over slots)"),
-            ("max_combine", "largest combine weight (mean over tokens)"),
+            ("max_dispatch", "largest dispatch weight\n(mean over slots)"),
+            ("max_combine", "largest combine weight\n(mean over tokens)"),
             ("drop_rate", "share of tokens dropped"),
         )
     ]
     panels = [(curves, label) for curves, label in panels if curves]
     if not panels:
         return None
-    figure, axes = pyplot().subplots(1, len(panels), figsize=(4.3 * len(panels), 3.4), squeeze=False)
+    figure, axes = pyplot().subplots(
+        1, len(panels), figsize=(4.3 * len(panels), 3.6), squeeze=False, layout="constrained"
+    )
     for axis, (curves, label) in zip(axes[0], panels, strict=True):
         for (layer, (steps, values)), color in zip(curves.items(), COLORS * (1 + len(curves) // 6), strict=False):
             axis.plot(steps, values, color=color, label=layer.removeprefix("encoder.").removesuffix(".mlp"))
         finish(axis, "step", label)
-    axes[0][0].legend(frameon=False, fontsize=8)
-    figure.tight_layout()
+    legend(axes[0][0])
     return figure
 
 
@@ -146,17 +147,6 @@ def as_svg(figure: Any) -> str:
     figure.savefig(buffer, format="svg")
     pyplot().close(figure)
     return buffer.getvalue().split("?>", 1)[-1].split('dtd">', 1)[-1]
-
-
-def pyplot() -> Any:
-    try:
-        import matplotlib
-    except ModuleNotFoundError as error:
-        raise ValueError("pictures need matplotlib: pip install softmoe-vit[plots]") from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
 
 
 def write_report(

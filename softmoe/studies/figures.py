@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from softmoe.report.runs import finish, pyplot
+from softmoe.inspection.plots import legend, pyplot
+from softmoe.report.runs import finish
 from softmoe.studies.results import QUALITY, Table
 
 NAMES = {
@@ -48,7 +49,7 @@ def bars(axis: Any, names: Sequence[str], values: Sequence[float], halves: Seque
     errors = [half if np.isfinite(half) else 0.0 for half in halves]
     axis.errorbar(values, places, xerr=errors, fmt="o", color=color, capsize=3, ms=6)
     axis.set_yticks(places, names)
-    axis.set_ylim(-0.6, len(names) - 0.4)
+    axis.set_ylim(-0.6, len(names))
     for value, place in zip(values, places, strict=True):
         axis.annotate(f"{value:.1f}", (value, place), xytext=(0, 6), textcoords="offset points", ha="center", size=8)
     axis.margins(x=0.15)
@@ -176,7 +177,6 @@ def said(drawing: Any, text: str) -> None:
 
 
 __all__ = [
-    "COLORS", "NAMES", "PAPER_QUALITY", "ROUTING", "bars", "finish", "frontier", "heat", "label", "line", "panels",
-    "pareto", "powers", "round_ticks", "said",
-    "waterfall",
+    "COLORS", "NAMES", "PAPER_QUALITY", "ROUTING", "bars", "finish", "frontier", "heat", "label", "legend", "line",
+    "panels", "pareto", "powers", "round_ticks", "said", "waterfall",
 ]  # fmt: skip

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drawings import curves
+from drawings import curves, nothing_hides
 
 from softmoe.cli import main
 from softmoe.recipes import quickstart, quickstart_dense
@@ -90,6 +90,17 @@ def test_figures(runs: list[Path]) -> None:
     for axis in health.axes:
         assert list(curves(axis)) == [f"blocks.{i}" for i in soft.model.moe_blocks]
     assert router_health(dense) is None
+
+
+def test_long_names_hide_nothing(runs: list[Path]) -> None:
+    """Seven runs with long names: each is named, beside the curves and inside the picture."""
+    many = [
+        replace(load_run(runs[0]), name=f"small_data_with_a_place_and_cutmix_at_96_pixels_seed_{i}") for i in range(7)
+    ]
+    figure = comparison(many)
+    assert nothing_hides(figure)
+    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == [run.name for run in many]
+    assert nothing_hides(router_health(many[0]))
 
 
 def test_not_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

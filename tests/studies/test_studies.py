@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from drawings import ink, keep_figures, points
+from drawings import ink, keep_figures, nothing_hides, points
 
 from softmoe.cli import main
 from softmoe.studies import find, names
@@ -21,7 +21,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", names())
 def test_every_study_ends_with_table_figure_and_verdict(name: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No panel of the figure is empty or without labels, and each can be seen in the file."""
+    """No panel of the figure is empty or without labels, each can be seen in the file, and no legend hides a part."""
     kept = keep_figures(monkeypatch)
     done = run_study(find(name), make_lab("tiny"), Store(out))
     assert not done.stopped
@@ -35,6 +35,7 @@ def test_every_study_ends_with_table_figure_and_verdict(name: str, out: Path, mo
         assert shown, f"panel {number} is empty"
         assert axis.get_xlabel() or axis.get_ylabel() or shown == ["not run"], f"panel {number} has no labels"
         assert ink(folder / f"{name}.png", axis) > 0.001, f"panel {number} cannot be seen"
+    assert nothing_hides(kept[f"{name}.png"])
     verdict = json.loads((folder / "verdict.json").read_text())
     assert verdict["claims"]
     assert all(claim["verdict"] != "not run" for claim in verdict["claims"]), "a claim names cells that do not exist"

@@ -63,7 +63,7 @@ def figure(table: Table, lab: Lab) -> Any:
     drawing, axes = panels(2, len(numbers))
     for column, number in enumerate(numbers):
         bars(axes[0][column], names, [printed()[number][m] for m in METHODS], [0.0] * len(METHODS), "#888888")
-        finish(axes[0][column], f"paper, S/14: {label(number, paper=True)}", "")
+        finish(axes[0][column], f"paper, S/14:\n{label(number, paper=True)}", "")
         found = {m: i for m in OURS if (i := table.where(method=m).interval(number)) is not None}
         bars(
             axes[1][column],
@@ -72,5 +72,5 @@ def figure(table: Table, lab: Lab) -> Any:
             [i.half for i in found.values()],
             "#3b6fb6",
         )
-        finish(axes[1][column], f"ours: {label(number)}, 95 % interval", "")
+        finish(axes[1][column], f"ours, 95 % interval:\n{label(number)}", "")
     return drawing

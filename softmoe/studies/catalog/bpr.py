@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from softmoe.budget.paper import read_table
-from softmoe.studies.figures import finish, label, panels
+from softmoe.studies.figures import finish, label, legend, panels
 from softmoe.studies.lab import Cell, Lab
 from softmoe.studies.results import Claim, Table, better
 
@@ -72,5 +72,5 @@ def figure(table: Table, lab: Lab) -> Any:
         finish(below, "experts a token (K), ours", label(number))
         for axis in (above, below):
             axis.set_xticks([1, 2])
-            axis.legend(frameon=False, fontsize=8, title="batch priority", title_fontsize=8)
+            legend(axis, "batch priority")
     return drawing

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from softmoe.report import load_run
-from softmoe.studies.figures import finish, panels, said
+from softmoe.studies.figures import finish, legend, panels, said
 from softmoe.studies.lab import Cell, Lab, wide
 from softmoe.studies.results import Claim, Row, Table, better
 
@@ -61,7 +61,7 @@ def figure(table: Table, lab: Lab) -> Any:
         for axis, (_, words) in zip(axes[:, column], lines, strict=True):
             finish(axis, "step", words if column == 0 else "")
         axes[0][column].set_title(f"width {width}, peak rate {peak:g}", fontsize=10)
-    axes[0][0].legend(frameon=False, fontsize=8)
+    legend(axes[1][0])
     said(drawing, "without normalization the weights approach 1 as width or rate grow, and accuracy falls (Appendix E)")
     return drawing
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from softmoe.studies.figures import NAMES, finish, label, panels, waterfall
+from softmoe.studies.figures import NAMES, finish, label, legend, panels, waterfall
 from softmoe.studies.jobs import price
 from softmoe.studies.lab import Cell, Lab
 from softmoe.studies.results import Claim, Table, better
@@ -153,5 +153,5 @@ def draw_ladders(axis: Any, table: Table, number: str) -> None:
         axis.annotate("dense", (0, level), xytext=(0, 3), textcoords="offset points", color="#c8403a", size=8)
     methods = ladder(table, "soft")
     axis.set_xticks(range(len(methods)), [count_of(method, "soft") for method in methods])
-    axis.legend(frameon=False, fontsize=8)
+    legend(axis)
     finish(axis, "experts, at equal slots", label(number))

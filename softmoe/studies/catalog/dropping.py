@@ -11,7 +11,7 @@ all the same; a little slack lowers dropping by about 5 points; batch priority d
 from collections.abc import Iterator
 from typing import Any
 
-from softmoe.studies.figures import COLORS, finish, label, line, panels, powers
+from softmoe.studies.figures import COLORS, finish, label, legend, line, panels, powers
 from softmoe.studies.lab import Cell, Lab
 from softmoe.studies.results import Claim, Table, better
 
@@ -59,7 +59,7 @@ def claims(table: Table) -> Iterator[Claim]:
 def figure(table: Table, lab: Lab) -> Any:
     """A row for each of the paper's figures."""
     numbers = ["drop_rate", *table.quality]
-    drawing, axes = panels(len(PAIRS), len(numbers), height=2.6)
+    drawing, axes = panels(len(PAIRS), len(numbers), height=3.0)
     for row, pair in zip(axes, PAIRS, strict=True):
         for axis, number in zip(row, numbers, strict=True):
             for series, shade in zip(pair, (1.0, 0.45), strict=True):
@@ -72,7 +72,7 @@ def figure(table: Table, lab: Lab) -> Any:
                 remember(axis)
             powers(axis, table.distinct("experts"))
             finish(axis, "experts", "share of tokens dropped" if number == "drop_rate" else label(number))
-        row[0].legend(frameon=False, fontsize=8)
+        legend(row[0])
     return drawing
 
 
@@ -80,5 +80,5 @@ def remember(axis: Any) -> None:
     """The shares that the paper names."""
     for share, words in ((0.15, "paper, 16-32 experts"), (0.25, "TC, hundreds"), (0.45, "EC, hundreds")):
         axis.axhline(share, color="#bbbbbb", lw=1, ls=":")
-        axis.annotate(words, (1, share), xycoords=("axes fraction", "data"), ha="right", size=7, color="#888888")
+        axis.annotate(words, (1.01, share), xycoords=("axes fraction", "data"), va="center", size=7, color="#888888")
     axis.set_ylim(0, max(0.5, axis.get_ylim()[1]))

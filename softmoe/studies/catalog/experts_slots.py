@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from softmoe.budget.paper import read_table
-from softmoe.studies.figures import NAMES, finish, heat, label, panels, powers
+from softmoe.studies.figures import NAMES, finish, heat, label, legend, panels, powers
 from softmoe.studies.jobs import Timing
 from softmoe.studies.lab import Cell, Lab
 from softmoe.studies.results import Claim, Table, better, paired
@@ -136,6 +136,5 @@ def printed(axes: Any) -> None:
             axis.plot(*zip(*points, strict=True), marker="o", label=name)
         powers(axis, (16, 32, 64, 128, 256))
         axis.set_ylim(66.5, 74.5)
-        if routing != "Soft MoE":
-            axis.legend(frameon=False, fontsize=8)
+        legend(axis)
         finish(axis, f"experts (paper, S/16, {routing})", "ImageNet 10-shot (%)")

@@ -14,7 +14,7 @@ from typing import Any
 from softmoe.budget import cost
 from softmoe.budget.paper import read_table
 from softmoe.recipes import finetune
-from softmoe.studies.figures import COLORS, NAMES, bars, finish, label, line, panels
+from softmoe.studies.figures import COLORS, NAMES, bars, finish, label, legend, line, panels
 from softmoe.studies.jobs import Finetuning, Training
 from softmoe.studies.lab import Cell, Lab
 from softmoe.studies.results import Claim, Row, Table, better, exact
@@ -79,7 +79,7 @@ def flops(table: Table, model: str, size: int) -> float:
 
 
 def figure(table: Table, lab: Lab) -> Any:
-    drawing, axes = panels(1, 3, height=3.6)
+    drawing, axes = panels(1, 3, width=4.8, height=3.6)
     by_formula, ours, printed = axes[0]
     for router in ROUTERS:
         for index, pair in enumerate(PAPER_PAIRS):
@@ -90,14 +90,16 @@ def figure(table: Table, lab: Lab) -> Any:
         tuned = table.where(what="fine-tuned", router=router)
         line(ours, tuned, "pixels", "top1", color=COLORS[router], label=NAMES[router])
     by_formula.set_xticks(SIZES)
-    by_formula.legend(frameon=False, fontsize=8)
+    legend(by_formula)
     finish(by_formula, "pixels, by formula", "forward FLOPs / the dense model's")
     if len(table.where(what="fine-tuned")):
-        ours.legend(frameon=False, fontsize=8)
+        legend(ours)
+    else:
+        ours.text(0.5, 0.5, "not run", ha="center", transform=ours.transAxes, color="#888888")
     finish(ours, "pixels of fine-tuning, ours", label("top1"))
     models = [row for row in read_table("long_runs_upstream") if row["train_steps"] in ("4M", "2M")]
     names = [f"{row['model']}, {row['train_steps']}" for row in models]
     bars(printed, names, [float(row["in_finetune"]) for row in models], [0.0] * len(models), "#888888")
     printed.tick_params(axis="y", labelsize=7)
-    finish(printed, "paper: ImageNet after fine-tuning at 384 pixels (%)", "")
+    finish(printed, "paper: fine-tuned at 384 pixels (%)", "")
     return drawing

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from softmoe.budget.paper import read_table
-from softmoe.studies.figures import COLORS, NAMES, PAPER_QUALITY, finish, label, panels, round_ticks
+from softmoe.studies.figures import COLORS, NAMES, PAPER_QUALITY, finish, label, legend, panels, round_ticks
 from softmoe.studies.jobs import Branch, Training
 from softmoe.studies.lab import Cell, Lab
 from softmoe.studies.results import Claim, Table, better
@@ -70,5 +70,5 @@ def figure(table: Table, lab: Lab) -> Any:
         round_ticks(axes[0][column])
         finish(axes[0][column], "paper: training exaFLOP", PAPER_QUALITY[number])
         finish(axes[1][column], "ours: training TFLOPs", label(number))
-        axes[1][column].legend(frameon=False, fontsize=8)
+        legend(axes[1][column])
     return drawing

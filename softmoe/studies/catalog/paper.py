@@ -14,7 +14,7 @@ import numpy as np
 
 from softmoe.budget.paper import LARGE, Comparison, ParetoRun, compare_long_runs, compare_pareto_runs, read_table
 from softmoe.studies.catalog.pareto import PAPER_COSTS, ROUTERS, printed
-from softmoe.studies.figures import COLORS, PAPER_QUALITY, ROUTING, finish, panels, pareto
+from softmoe.studies.figures import COLORS, PAPER_QUALITY, ROUTING, finish, legend, panels, pareto
 from softmoe.studies.lab import Cell, Lab
 from softmoe.studies.results import Claim, Row, Table, exact, markdown_table
 
@@ -89,7 +89,7 @@ def figure(table: Table, lab: Lab) -> Any:
         for axis, cost in zip(line, PAPER_COSTS, strict=False):
             theirs = {router: printed(router, cost, number) for router in ROUTERS}
             pareto(axis, theirs, f"paper: {PAPER_COSTS[cost][1]}", PAPER_QUALITY[number])
-    axes[0][0].legend(frameon=False, fontsize=8)
+    legend(axes[0][0])
     ours, errors = axes[0][2], axes[1][2]
     for router in ROUTERS:
         rows_ = [row.numbers for row in table if ROUTING[row.labels["routing"]] == router]

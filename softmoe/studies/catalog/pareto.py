@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from softmoe.budget.paper import pareto_arguments, pareto_runs, read_table
-from softmoe.studies.figures import NAMES, PAPER_QUALITY, ROUTING, frontier, label, panels, pareto
+from softmoe.studies.figures import NAMES, PAPER_QUALITY, ROUTING, frontier, label, legend, panels, pareto
 from softmoe.studies.lab import Cell, Lab, wide
 from softmoe.studies.results import Claim, Table, paired
 from softmoe.train import ModelSection
@@ -137,5 +137,5 @@ def figure(table: Table, lab: Lab) -> Any:
             ours = {router: found for router in OURS if (found := points(table, router, cost, number))}
             x_label = "ours: training TFLOPs" if cost == "tflops" else "ours: seconds on one core"
             pareto(below, ours, x_label, label(number))
-    axes[1][0].legend(frameon=False, fontsize=8)
+    legend(axes[1][0])
     return drawing

@@ -75,10 +75,10 @@ def figure(table: Table, lab: Lab) -> Any:
             found = {p: i for p in rows.distinct("place") if (i := rows.where(place=p).interval(number)) is not None}
             values, halves = [i.mean for i in found.values()], [i.half for i in found.values()]
             bars(line[column], list(found), values, halves, COLORS[router])
-            finish(line[column], f"ours, {NAMES[router]}: {label(number)}", "")
+            finish(line[column], f"ours, {NAMES[router]}:\n{label(number)}", "")
         printed = read_table(f"placement_{router}")
         names = [f"{row['sparse_layers']} ({row['experts_per_layer']} each)" for row in printed]
         values = [float(row["in_10shot_pct"]) for row in printed]
         bars(axes[-1][column], names, values, [0.0] * len(values), "#888888")
-        finish(axes[-1][column], f"paper, S/16, {NAMES[router]}: ImageNet 10-shot (%)", "")
+        finish(axes[-1][column], f"paper, S/16, {NAMES[router]}:\nImageNet 10-shot (%)", "")
     return drawing

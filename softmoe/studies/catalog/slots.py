@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from softmoe.budget.paper import read_table
-from softmoe.studies.figures import COLORS, NAMES, finish, label, line, panels, powers
+from softmoe.studies.figures import COLORS, NAMES, finish, label, legend, line, panels, powers
 from softmoe.studies.lab import Cell, Lab
 from softmoe.studies.results import Claim, Table, better, paired
 
@@ -51,7 +51,7 @@ def figure(table: Table, lab: Lab) -> Any:
             line(axis, table.where(router=router), "rows", number, color=COLORS[router], label=NAMES[router])
         powers(axis, table.distinct("rows"))
         finish(axis, "rows in the experts per token", "training TFLOPs" if number == "tflops" else label(number))
-    axes[0][0].legend(frameon=False, fontsize=8)
+    legend(axes[0][0])
     for group in ("196", "1568"):
         rows = [
             row
@@ -62,6 +62,6 @@ def figure(table: Table, lab: Lab) -> Any:
         points = [(float(row["c"]), float(row["in_10shot"])) for row in rows]
         axes[0][-1].plot(*zip(*points, strict=True), marker="o", label=f"Experts Choice, groups of {group}")
     axes[0][-1].axhline(70.8, color=COLORS["soft"], ls=":", label="Soft MoE, 32 slots for 196 tokens")
-    axes[0][-1].legend(frameon=False, fontsize=8)
+    legend(axes[0][-1])
     finish(axes[0][-1], "paper, S/16, 32 experts: C", "ImageNet 10-shot (%)")
     return drawing
