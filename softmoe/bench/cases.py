@@ -14,17 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from softmoe import accelerate
-from softmoe.bench.timing import (
-    WORD,
-    Probes,
-    Timing,
-    Work,
-    allocated_by,
-    interleave,
-    on_cuda,
-    soft_layer,
-    sparse_layer,
-)
+from softmoe.bench.timing import WORD, Probes, Timing, Work, allocated_by, interleave, on_cuda, soft_layer, sparse_layer
 from softmoe.budget import cost
 from softmoe.inference import WEIGHTS, Weights, kernel, prepare
 from softmoe.models import create_model

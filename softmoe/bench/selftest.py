@@ -227,19 +227,10 @@ def devices(place: Place) -> str:
     if count < 2:
         raise NotHere("one device is here, so nothing was spread over several")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-    settings = [
-        "-m",
-        "softmoe",
-        "train",
-        "quickstart",
-        "--steps",
-        "4",
-        "--runs",
-        str(place.folder),
-        "--run-name",
-        "many",
-    ]
-    done = subprocess.run([*command, *settings], capture_output=True, text=True, timeout=600)
+    settings = ["--steps", "4", "--runs", str(place.folder), "--run-name", "many"]
+    done = subprocess.run(
+        [*command, "-m", "softmoe", "train", "quickstart", *settings], capture_output=True, text=True, timeout=600
+    )
     if done.returncode:
         raise Wrong(f"{count} devices: " + " / ".join(done.stderr.strip().splitlines()[-3:]))
     return f"4 steps on {count} devices"

@@ -23,13 +23,7 @@ from torch import Tensor
 from softmoe.data import Captioned, Source, Tokenizer, Transform, captions_of, open_source
 from softmoe.evaluate.api import Retrieve, ZeroShot
 from softmoe.evaluate.features import Features, Progress, extract
-from softmoe.evaluate.inputs import (
-    compute_in,
-    evaluation_transform,
-    open_model,
-    preprocessing_at,
-    random_subset,
-)
+from softmoe.evaluate.inputs import compute_in, evaluation_transform, open_model, preprocessing_at, random_subset
 from softmoe.machine import Precision, choose_device
 from softmoe.models import TwoTower
 from softmoe.models.two_tower import unit

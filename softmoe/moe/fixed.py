@@ -8,14 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from softmoe.moe.routing import (
-    Router,
-    RouterConfig,
-    SparseRouting,
-    at_least_one,
-    check_tokens,
-    routing_dtype,
-)
+from softmoe.moe.routing import Router, RouterConfig, SparseRouting, at_least_one, check_tokens, routing_dtype
 from softmoe.moe.soft import DenseRouting, SoftConfig, SoftRouter, softmax_over_slots, softmax_over_tokens
 
 
