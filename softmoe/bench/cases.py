@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from softmoe import accelerate
 from softmoe.bench.timing import WORD, Probes, Timing, Work, allocated_by, interleave, on_cuda, soft_layer, sparse_layer
 from softmoe.budget import cost
-from softmoe.inference import WEIGHTS, Weights, kernel, prepare
+from softmoe.inference import WEIGHTS, Weights, prepare
+from softmoe.inference.layers import KERNEL, has_bytes
 from softmoe.models import create_model
 from softmoe.moe import Experts, ExpertsChoiceRouter, MoE, Router, Routing, SoftMoE, SoftRouter, TokensChoiceRouter
 from softmoe.moe.routing import SparseRouting
@@ -149,9 +150,9 @@ def compare_prepared(
     seconds: float,
 ) -> Iterator[Row]:
     """Time a plain module beside its prepared forms, batch by batch."""
-    possible: list[Weights] = [weights for weights in stored if weights != "int8_dynamic" or kernel.has_bytes()]
+    possible: list[Weights] = [weights for weights in stored if weights != "int8_dynamic" or has_bytes()]
     modules = {"plain float32": plain} | {weights: prepare(plain, weights) for weights in possible}
-    how = "" if kernel.KERNEL.available else " (no compiler)"
+    how = "" if KERNEL.available else " (no compiler)"
     for B, x in inputs.items():
         contenders = {}
         with torch.no_grad():
