@@ -31,16 +31,6 @@ class Histogram:
     def total(self) -> int:
         return int(self.counts.sum())
 
-    @property
-    def edges(self) -> np.ndarray:
-        return np.linspace(self.low, self.high, self.bins + 1)
-
-    def cumulative(self) -> np.ndarray:
-        """Return (bins,), the share of the numbers up to the upper edge of each bin; exact for numbers inside
-        low..high.
-        """
-        return np.cumsum(self.counts) / max(self.total, 1)
-
 
 class CurveBands:
     """Mean and central bands of cumulative sums: how much the k largest of a row's weights make together.

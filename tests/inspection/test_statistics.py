@@ -222,11 +222,10 @@ def test_histogram(values):
     histogram = Histogram(0.0, 8.0, 16)
     for value in values:
         histogram.add(np.array([value]))
-    counts, edges = np.histogram(np.clip(values, 0, 8), bins=16, range=(0, 8))
+    counts, _ = np.histogram(np.clip(values, 0, 8), bins=16, range=(0, 8))
     assert histogram.counts.tolist() == counts.tolist()
-    assert histogram.edges == pytest.approx(edges)
     assert (histogram.smallest, histogram.largest) == (min(values), max(values))
-    assert histogram.cumulative()[-1] == 1
+    assert histogram.total == len(values)
 
 
 def test_long_rows_are_thinned():
