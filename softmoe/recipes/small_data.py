@@ -40,13 +40,14 @@ def recipe() -> TrainConfig:
         steps=4700,
         model=ModelSection(
             name="soft_ti8_16e",
+            router="placed",
             width=64,
             depth=4,
             heads=4,
             mlp_dim=256,
             blocks=(0, 1, 2, 3),
             identical_init=True,
-            options={"scale_init": 6.0},
+            options={"scale_init": 6.0, "place_init": 0.5},
         ),
         data=DataSection(
             train="folder:data",
