@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -72,6 +73,18 @@ def test_what_the_index_is_told(wheel: Path):
     assert "Classifier: Typing :: Typed" in metadata
     assert "softmoe = softmoe.cli:main" in scripts
     assert f"version: {softmoe.__version__}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
+
+
+def test_the_page_on_the_index(wheel: Path):
+    """Its README has the words of ours, and no picture or link that leads to a file that is not there."""
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        page = archive.read(name).decode()
+    assert "## The layer in your model" in page
+    assert "https://arxiv.org/abs/2308.00951" in page
+    links = re.findall(r"\]\(([^)\s]+)\)", page)
+    assert links
+    assert all(link.startswith("https://") for link in links)
 
 
 def test_the_source_archive_is_whole(tmp_path: Path):

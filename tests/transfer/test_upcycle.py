@@ -115,7 +115,7 @@ def test_places_that_tokens_tell_give_the_dense_model():
         fresh = upcycle(dense, slots, init="copy", images=IMAGES)
         assert max(near.distance.layers.values()) < 1e-3
         assert near.distance.features < 1e-3
-        assert min(fresh.distance.layers.values()) > 0.5
+        assert min(fresh.distance.layers.values()) > 0.3
         again = upcycle(dense, 2 * slots, init="positions", images=IMAGES)  # slots begin again: halves of the same
         assert again.distance.features < 1e-3
 
