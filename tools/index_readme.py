@@ -1,7 +1,7 @@
 """The README as the package index shows it: built into wheel and source archive by hatchling.
 
-On the index there are no files beside the page. With a `Source` among the project's URLs, links and pictures lead there;
-without one, links to files become plain words and pictures are left out, so that nothing on the page is broken.
+On the index there are no files beside the page. With a `Source` among the project's URLs, links and pictures lead
+there; without one, links to files become plain words and pictures are left out, so that nothing is broken.
 """
 
 import re
