@@ -98,6 +98,7 @@ class UpcycleArguments:
 def upcycle_command(argv: list[str]) -> int:
     a = read_words(UpcycleArguments, args=argv, prog="softmoe upcycle")
     blocks = parse_blocks(a.blocks)
+    check_empty(a.out)
 
     import torch
 
@@ -176,13 +177,17 @@ class SoupArguments:
     device: str = "auto"
 
 
+def check_empty(out: str | None) -> None:
+    """ValueError for a folder of the user's that a new model would take the place of."""
+    if out is not None and Path(out).exists() and any(Path(out).iterdir()):
+        raise ValueError(f"{out} is there already: choose another --out, or remove it")
+
+
 def soup_command(argv: list[str]) -> int:
     a = parse(SoupArguments, argv, "soup")
     if a.greedy != (a.data is not None):
         raise ValueError("--greedy and --data belong together: a greedy soup is chosen by its accuracy on data")
-
-    if Path(a.out).exists() and any(Path(a.out).iterdir()):
-        raise ValueError(f"{a.out} is there already: choose another --out, or remove it")
+    check_empty(a.out)
 
     from softmoe.machine import choose_device
     from softmoe.transfer import greedy_soup, soup

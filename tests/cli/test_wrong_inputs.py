@@ -54,6 +54,7 @@ WRONG = [
     ("cost soft_s16", "only models with experts end in their number"),
     ("cost vit_z16", "unknown model 'vit_z16'"),
     ("soup saved --out saved", "is there already: choose another --out"),
+    ("upcycle saved --experts 2 --out saved", "saved is there already: choose another --out"),
     ("sweep small_data --data photos", "softmoe sweep RECIPE lr=1e-3,3e-3"),
     ("report photos", "is not the folder of a run"),
     ("study nothing", "no study 'nothing'"),
