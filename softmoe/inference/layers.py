@@ -105,9 +105,11 @@ class PackedLinear(nn.Module):
 
     def __init__(self, get: Callable[[int], Tensor], shape: tuple[int, int, int], bias: Tensor, weights: Weights):
         super().__init__()
-        KERNEL.why_not()  # built now, not while a compiler traces the first call
         N, K, C = self.shape = shape
-        E = PANEL if bias.device.type == "cpu" else C
+        on_cpu = bias.device.type == "cpu"
+        if on_cpu:
+            KERNEL.why_not()  # built now, not while a compiler traces the first call
+        E = PANEL if on_cpu else C
         dtype: torch.dtype = getattr(torch, weights)
         packed_NQKE = torch.zeros(N, -(-C // E), K, E, dtype=dtype, device=bias.device)
         scale_NC = torch.ones(N, C, device=bias.device) if weights == "int8" else None

@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -42,6 +42,15 @@ def _rounds_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", cast)
 
 
+@pytest.fixture(params=DTYPES)
+def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+    """The type of the numbers. Runs have TF32 beside bfloat16, and exact float32 products have tiles of their own."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = request.param == torch.bfloat16
+    yield request.param
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
 @pytest.fixture
 def as_if_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Techniques take tensors of the CPU, and the kernel is always the faster way."""
@@ -65,7 +74,6 @@ def check(plain: Callable[..., Tensor], kernels: Callable[..., Tensor], tensors:
         assert (found.double() - expected).norm() <= TOLERANCE[dtype] * expected.norm() + 1e-12
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("sizes", "masked", "normalize"),
     [
@@ -98,7 +106,6 @@ def test_masked_tokens_are_nothing() -> None:
     assert (y[~mask] == 0).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [(2, 3, 5, 7), (1, 1, 1, 1), (3, 70, 130, 140)])
 def test_experts(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     """Two products, two biases and the activation; rows and widths beyond a tile and odd ones."""
@@ -299,23 +306,26 @@ def test_each_shape_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 COMPILED = """
 import torch
-from softmoe.accelerate.kernels.table import LARGEST_SHARED, SIZES, launches, usage
-torch.backends.cuda.matmul.allow_tf32 = True
-wanted = ("dispatch", "combine, gradient of logits", "logits", "log-sum-exp over tokens", "AdamW",
-          "experts, first product and GELU, 64 rows", "experts, gradient of hidden rows, 64 rows")
-for launch in launches(*SIZES["H/14"], torch.bfloat16):
-    if launch.what in wanted:
-        for target, shared in LARGEST_SHARED.items():
-            found = usage(launch, target)
-            print(launch.what, target, found)
-            assert found.registers > 0 and found.spilled == 0 and found.shared <= 1024 * shared
+from softmoe.accelerate.kernels.table import LARGEST_SHARED, NUMBERS, SIZES, launches, usage
+wanted = {"bfloat16": ("dispatch", "combine, gradient of logits", "logits", "log-sum-exp over tokens", "AdamW",
+                       "experts, first product and GELU, 64 rows", "experts, gradient of hidden rows, 64 rows"),
+          "exact": ("dispatch", "logits", "experts, second product, 64 rows")}
+for numbers, whats in wanted.items():
+    dtype, torch.backends.cuda.matmul.allow_tf32 = NUMBERS[numbers]
+    for launch in launches(*SIZES["H/14"], dtype):
+        if launch.what in whats:
+            for target, shared in LARGEST_SHARED.items():
+                found = usage(launch, target)
+                print(launch.what, target, found)
+                assert found.registers > 0 and found.spilled == 0 and found.shared <= 1024 * shared
 """
 
 
 def test_kernels_compile_for_gpus_that_are_not_here(tmp_path: Path) -> None:
-    """Machine code for sm_80 and sm_90 at the sizes of H/14, without spilled registers (docs/gpu.md has the others)."""
+    """Machine code for sm_80 and sm_90 at the sizes of H/14, without spilled registers, with products in
+    bfloat16 and exact ones in float32 (docs/gpu.md has the others)."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(Path(softmoe.__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(done.stdout.splitlines()) == 14
+    assert len(done.stdout.splitlines()) == 20

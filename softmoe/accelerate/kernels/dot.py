@@ -24,6 +24,11 @@ def precision() -> str:
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
+def depth() -> int:
+    """How many products a tile adds up at a time: half as many where they are exact, which take more registers."""
+    return 32 if precision() == "tf32" else 16
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Launch on the device that the first tensor is on, which need not be the current one."""
     with torch.cuda.device_of(next(a for a in arguments if isinstance(a, Tensor))):

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from softmoe.accelerate.kernels.dot import dot, launch, precision
+from softmoe.accelerate.kernels.dot import depth, dot, launch, precision
 
 ROOT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 CUBIC = tl.constexpr(0.044715)
@@ -101,4 +101,4 @@ def _launch(
 
 def tile_for(rows: int) -> dict[str, int]:
     """With few rows the time is that of reading weights: no more rows in a tile than there are."""
-    return {"BLOCK_S": min(64, max(16, triton.next_power_of_2(rows))), "BLOCK_J": 128, "BLOCK_K": 32}
+    return {"BLOCK_S": min(64, max(16, triton.next_power_of_2(rows))), "BLOCK_J": 128, "BLOCK_K": depth()}

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from softmoe.accelerate.kernels.dot import dot, launch, precision
+from softmoe.accelerate.kernels.dot import depth, dot, launch, precision
 
 
 @triton.jit
@@ -145,7 +145,7 @@ def logits_gradient_kernel(
     tl.store(out_ptr + place, gradient, has_m[:, None] & has_s[None, :])
 
 
-TILE = {"BLOCK_R": 64, "BLOCK_C": 32, "BLOCK_D": 128}
+TILE_R, TILE_D = 64, 128
 WARPS = 8  # of a tile of 64 x 128 numbers: with 4 its sums alone take half of the registers
 
 
@@ -156,7 +156,7 @@ def logits(x_BMD: Tensor, slots_DS: Tensor, normalize: bool, eps: float) -> Tens
     grid = (triton.cdiv(B * M, 64), triton.cdiv(S, 64))
     launch(
         logits_kernel, grid, x_BMD, slots_DS, out_BMS, B * M, D, S, eps,
-        NORMALIZE=normalize, PRECISION=precision(), BLOCK_T=64, BLOCK_S=64, BLOCK_D=32, num_warps=4,
+        NORMALIZE=normalize, PRECISION=precision(), BLOCK_T=64, BLOCK_S=64, BLOCK_D=depth(), num_warps=4,
     )  # fmt: skip
     return out_BMS
 
@@ -192,10 +192,10 @@ def to_slots(
     D = x_BMD.shape[2]
     out_NSD = x_BMD.new_empty(S // P, B * P, D)
     launch(
-        mix_kernel, (triton.cdiv(S, TILE["BLOCK_R"]), triton.cdiv(D, TILE["BLOCK_D"]), B),
+        mix_kernel, (triton.cdiv(S, TILE_R), triton.cdiv(D, TILE_D), B),
         logits_BMS, sums, mask, x_BMD, out_NSD, S, M, D, M * S, 1, S, M * D, D, P * D, B * P * D,
         IN_GROUP=1, OUT_GROUP=P, SUMS_OF_ROWS=over_tokens, MASK="none" if mask is None else "columns",
-        PRECISION=precision(), **TILE, num_warps=WARPS,
+        PRECISION=precision(), BLOCK_R=TILE_R, BLOCK_C=depth(), BLOCK_D=TILE_D, num_warps=WARPS,
     )  # fmt: skip
     return out_NSD
 
@@ -206,10 +206,10 @@ def to_tokens(logits_BMS: Tensor, sums: Tensor, mask: Tensor | None, slots_NSD: 
     P, D = slots_NSD.shape[1] // B, slots_NSD.shape[2]
     out_BMD = slots_NSD.new_empty(B, M, D)
     launch(
-        mix_kernel, (triton.cdiv(M, TILE["BLOCK_R"]), triton.cdiv(D, TILE["BLOCK_D"]), B),
+        mix_kernel, (triton.cdiv(M, TILE_R), triton.cdiv(D, TILE_D), B),
         logits_BMS, sums, mask, slots_NSD, out_BMD, M, S, D, M * S, S, 1, P * D, B * P * D, M * D, D,
         IN_GROUP=P, OUT_GROUP=1, SUMS_OF_ROWS=not over_tokens, MASK="none" if mask is None else "rows",
-        PRECISION=precision(), **TILE, num_warps=WARPS,
+        PRECISION=precision(), BLOCK_R=TILE_R, BLOCK_C=depth(), BLOCK_D=TILE_D, num_warps=WARPS,
     )  # fmt: skip
     return out_BMD
 
@@ -225,6 +225,6 @@ def logits_gradient(
         logits_gradient_kernel, (triton.cdiv(M, 64), triton.cdiv(S, 64), B),
         logits_BMS, sums, mean, mask, x_BMD, slots_NSD, out_BMS, M, S, D, P * D, B * P * D,
         GROUP=P, OVER_TOKENS=over_tokens, HAS_MASK=mask is not None, PRECISION=precision(),
-        BLOCK_M=64, BLOCK_S=64, BLOCK_D=32, num_warps=4,
+        BLOCK_M=64, BLOCK_S=64, BLOCK_D=depth(), num_warps=4,
     )  # fmt: skip
     return out_BMS

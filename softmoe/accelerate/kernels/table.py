@@ -24,6 +24,8 @@ from softmoe.accelerate.kernels import adamw, product, soft
 SIZES = {"S/16": (196, 384, 1536, 128), "B/16": (196, 768, 3072, 128), "L/16": (196, 1024, 4096, 128),
          "H/14": (256, 1280, 5120, 256)}  # fmt: skip
 """M tokens at 224 pixels, D width, H hidden width, N experts of one slot each (the paper's tables)."""
+NUMBERS = {"bfloat16": (torch.bfloat16, True), "float32": (torch.float32, True), "exact": (torch.float32, False)}
+"""By precision of a run: the type of the numbers, and whether products of float32 are TF32's."""
 CAPABILITIES = {"sm_80": 80, "sm_90": 90}
 LARGEST_SHARED = {"sm_80": 163, "sm_90": 227}
 """KiB that a block may have."""
@@ -165,11 +167,12 @@ def usage(launch: Launch, capability: str) -> Usage:
 def table(sizes: dict[str, tuple[int, int, int, int]] = SIZES) -> list[str]:
     """Markdown: a row for each launch; types and sizes that compile to the same code share one."""
     rows: dict[Launch, tuple[dict[str, None], dict[str, None]]] = {}
-    for dtype in (torch.bfloat16, torch.float32):
+    for numbers, (dtype, tf32) in NUMBERS.items():
+        torch.backends.cuda.matmul.allow_tf32 = tf32
         for size, shape in sizes.items():
             for launch in launches(*shape, dtype):
                 types, names = rows.setdefault(launch, ({}, {}))
-                types[str(dtype).removeprefix("torch.")] = names[size] = None
+                types[numbers] = names[size] = None
     named = list(CAPABILITIES)
     targets = ", ".join(named)
     lines = [
@@ -188,5 +191,4 @@ def table(sizes: dict[str, tuple[int, int, int, int]] = SIZES) -> list[str]:
 
 if __name__ == "__main__":
     assert not knobs.runtime.interpret, "TRITON_INTERPRET=1 leaves nothing to compile"
-    torch.backends.cuda.matmul.allow_tf32 = True  # as runs have it
     print("\n".join(table({name: SIZES[name] for name in sys.argv[1:]} or SIZES)))
