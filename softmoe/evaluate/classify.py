@@ -132,15 +132,15 @@ class Predictor:
         with evaluating(model), torch.inference_mode():
             tokens_BMD = model.forward_features(images_B3HW.to(next(model.parameters()).device))
             vectors_BD = model.forward_head(tokens_BMD, pre_logits=True)
+            vectors = vectors_BD.float().cpu()
             tops: list[tuple[tuple[str, float], ...]] = [()] * len(names)
             if self.names:
                 best = model.head(vectors_BD).float().softmax(1).cpu().topk(self.top)
                 pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
                 tops = [tuple((self.names[c], p) for p, c in zip(*row, strict=True)) for row in pairs]
-        if not vectors_BD.isfinite().all() or any(math.isnan(share) for row in tops for _, share in row):
+        if not vectors.isfinite().all() or any(math.isnan(share) for row in tops for _, share in row):
             raise ValueError("the model's outputs are not finite numbers: its weights are damaged or training diverged")
-        vectors = vectors_BD.float().cpu().numpy()
-        return [Prediction(*facts) for facts in zip(names, tops, vectors, strict=True)]
+        return [Prediction(*facts) for facts in zip(names, tops, vectors.numpy(), strict=True)]
 
     def predict_pixels(self, images: list[bytes]) -> list[Prediction]:
         """Predict images that are (height, width, 3) uint8 of the model's size, as softmoe.data.decoders makes them."""

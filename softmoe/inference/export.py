@@ -110,12 +110,13 @@ def _check_free(target: Path, beside: Path, helper: Path) -> None:
 Run = Callable[[Tensor], Tensor]
 
 
-def _trace(model: nn.Module, images: Tensor) -> torch.export.ExportedProgram:
+def trace(model: nn.Module, images: Tensor) -> torch.export.ExportedProgram:
+    """Trace `model` as it is on its device, with a free batch size."""
     return torch.export.export(model, (images,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
 
 
 def _torch_export(model: nn.Module, images: Tensor, target: Path) -> Run:
-    torch.export.save(_trace(model, images), target)
+    torch.export.save(trace(model, images), target)
     return torch.export.load(target).module()
 
 
@@ -124,7 +125,7 @@ def _aoti(model: nn.Module, images: Tensor, target: Path) -> Run:
     from torch._inductor.exc import InvalidCxxCompiler
 
     try:
-        aoti_compile_and_package(_trace(model, images), package_path=str(target))
+        aoti_compile_and_package(trace(model, images), package_path=str(target))
     except InvalidCxxCompiler as error:
         raise ValueError("aoti compiles the model and needs a C++ compiler: install g++") from error
     return aoti_load_package(str(target))

@@ -162,8 +162,9 @@ def apply(model: AnyModel, mesh: Mesh, *, dtype: torch.dtype | None = None, comp
 def _spread_block(block: Block, mesh: Mesh, *, dtype: torch.dtype | None = None, compile: bool | str = False) -> None:
     """Give each rank its part of one block."""
     sizes = mesh.sizes
-    # The experts' output is a view; nobody writes into it.
-    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPOwnedExperts\) returned a view tensor")
+    # What experts and routers give are views; nobody writes into them.
+    known = r"FSDP2-wrapped module \(FSDP(OwnedExperts|.*Router)\) returned a view tensor"
+    warnings.filterwarnings("ignore", message=known)
     if sizes.expert > 1:
         for layer in moe_layers(block):
             if not isinstance(layer.experts, OwnedExperts):

@@ -87,9 +87,12 @@ def copy_tensors(tensors: Mapping[str, Tensor]) -> Tensors:
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
-    if tensor.device.type != "cuda" or hasattr(tensor, "to_local"):
+    if tensor.device.type != "cuda":
         return tensor.to("cpu", copy=True).contiguous()
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=True, memory_format=torch.contiguous_format)
+    here, there = (t.to_local() if hasattr(t, "to_local") else t for t in (copy, tensor))  # this rank's part of each
+    here.copy_(there, non_blocking=True)
+    return copy
 
 
 def write_checkpoint(folder: Path, snapshot: Snapshot, group: Any = None) -> Path:

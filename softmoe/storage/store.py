@@ -124,24 +124,27 @@ class CheckpointStore:
         return self.path(step).rename(aside)
 
     def _write(self, snapshot: Snapshot, best: int | None) -> None:
-        if snapshot.ready is not None and not snapshot.ready():
-            self.spoiled = True
-            self.report(f"step {snapshot.step} is not saved: its weights are not finite numbers")
-            return
         try:
-            self._put(snapshot)
+            self.spoiled = not self._put(snapshot)
         except OSError as error:
             self.failed_saves += 1
             kept = "no checkpoint yet" if self.last_good is None else f"the last good one is of step {self.last_good}"
             self.report(f"could not save step {snapshot.step}: {error}; training goes on, {kept}")
             return
+        if self.spoiled:
+            self.report(f"step {snapshot.step} is not saved: its weights are not finite numbers")
+            return
         self.last_good = snapshot.step
         if self._leads:
             self._put_in_order(snapshot.step, best)
 
-    def _put(self, snapshot: Snapshot) -> None:
+    def _put(self, snapshot: Snapshot) -> bool:
+        """Write a snapshot; False, and nothing is written, if its weights turn out not to be finite."""
         try:
+            if snapshot.ready is not None and not snapshot.ready():
+                return False
             write_checkpoint(self.folder, snapshot, self._saving)
+            return True
         except RuntimeError as error:
             if self._saving is None:
                 raise

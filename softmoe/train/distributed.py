@@ -132,12 +132,12 @@ class Team:
         if self.world > 1:
             dist.barrier(self.group)
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, group: Any = None) -> list[Any]:
         """What every process has, in the order of ranks."""
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value, group=self.group)
+        dist.all_gather_object(values, value, group=group or self.group)
         return values
 
 

@@ -9,10 +9,9 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from types import FrameType
 
 import torch
@@ -31,7 +30,7 @@ from softmoe.train.log import Clock, make_sinks
 from softmoe.train.objectives import Objective
 from softmoe.train.reporting import diverged, evaluate, log, report_bad_steps, report_starving, show_progress
 from softmoe.train.run import Run, TrainState, build
-from softmoe.train.step import settle, train_step
+from softmoe.train.step import late, settle, train_step
 
 
 @dataclass(frozen=True)
@@ -235,19 +234,17 @@ def save(run: Run) -> None:
     if run.saved_step == done.step or done.bad_in_a_row:
         return
     run.metrics.flush()
+    run.store.wait()  # all processes then know how the save before went, and no two copies are in memory
+    if run.store.spoiled:
+        raise diverged(run, "the weights are not finite numbers")
     tensors = {
         "model": copy_tensors(run.model.state_dict()),
         "optimizer": copy_tensors(optimizer_tensors(run.optimizer)),
     }
     if run.average is not None:
         tensors["ema"] = copy_tensors(run.average.model.state_dict())
-    finite = partial(all_finite, tensors["model"])
-    ready = None
-    if run.device.type == "cuda" and run.team.world == 1:
-        arrived = torch.cuda.Event()
-        arrived.record()
-        ready = lambda: arrived.synchronize() is None and finite()  # noqa: E731
-    if run.store.spoiled or (ready is None and not all(run.team.gather(finite()))):
+    ready = finite_on_all(run, tensors["model"])
+    if not late(run) and not ready():
         raise diverged(run, "the weights are not finite numbers")
     state = {
         "step": done.step,
@@ -258,12 +255,27 @@ def save(run: Run) -> None:
         "config": run.config.to_dict(),
     }
     texts = {"config": run.model.config.to_dict(), "state": state}
-    run.store.save(Snapshot(done.step, tensors, texts, ready), best=None if done.best is None else done.best["step"])
+    run.store.save(
+        Snapshot(done.step, tensors, texts, ready if late(run) else None),
+        best=None if done.best is None else done.best["step"],
+    )
     run.saved_step = done.step
 
 
-def all_finite(weights: Mapping[str, Tensor]) -> bool:
-    return all(bool(local(weight).isfinite().all()) for weight in weights.values())
+def finite_on_all(run: Run, weights: Mapping[str, Tensor]) -> Callable[[], bool]:
+    """A function that waits until copies from the device have arrived, and says whether the weights of all processes
+    are finite. Of a device that is not waited for, the writer calls it."""
+    arrived = torch.cuda.Event() if run.device.type == "cuda" else None
+    if arrived is not None:
+        arrived.record()
+
+    def ready() -> bool:
+        if arrived is not None:
+            arrived.synchronize()
+        finite = all(bool(local(weight).isfinite().all()) for weight in weights.values())
+        return all(run.team.gather(finite, run.team.saving if late(run) else run.team.group))
+
+    return ready
 
 
 @contextmanager

@@ -51,8 +51,9 @@ def make_objective(config: ObjectiveSection, weight_C: Tensor | None = None) -> 
     return objective
 
 
-def balance_weights(source: Source, power: float) -> Tensor | None:
-    """(C,): what an image of each class counts, 1 in the mean over all images; None where all count the same."""
+def balance_weights(source: Source, power: float, device: torch.device | None = None) -> Tensor | None:
+    """(C,) on the device: what an image of each class counts, 1 in the mean over all images; None where all count the
+    same."""
     if not power:
         return None
     labels = getattr(source, "labels", None)
@@ -62,7 +63,7 @@ def balance_weights(source: Source, power: float) -> Tensor | None:
         )
     count_C = torch.from_numpy(np.bincount(labels, minlength=len(source.classes))).double().clamp(min=1)
     weight_C = (count_C.mean() / count_C) ** power
-    return (weight_C * count_C.sum() / (weight_C * count_C).sum()).float()
+    return (weight_C * count_C.sum() / (weight_C * count_C).sum()).float().to(device)
 
 
 class Contrastive:

@@ -238,7 +238,7 @@ def build(
         objective = (
             contrastive(config, data)
             if isinstance(model, TwoTower)
-            else make_objective(config.objective, balance_weights(data.train, config.objective.balance))
+            else make_objective(config.objective, balance_weights(data.train, config.objective.balance, device))
         )
     return Run(
         config=config,

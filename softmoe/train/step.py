@@ -39,17 +39,22 @@ def train_step(run: Run, batch: Any, *, keep_routing: bool = False) -> None:
     run.pending = Pending(done.step, names, values)
     if run.in_backward is None:
         update(run, values)
-    if run.device.type not in LATE:
+    if not late(run):
         settle(run)
     if not keep_routing:
         run.recording.clear()
+
+
+def late(run: Run) -> bool:
+    """Whether the host reads the device's numbers later, and goes on meanwhile."""
+    return run.device.type in LATE
 
 
 def update(run: Run, values: Tensor) -> None:
     """Let the optimizer step if loss and norm are finite: on a GPU, which must not be asked, by a flag that the fused
     update looks at."""
     judged = values[0:3:2]
-    if run.device.type in LATE:
+    if late(run):
         with skipped_where(run.optimizer, ~judged.isfinite().all()):
             run.optimizer.step()
     elif all(map(math.isfinite, judged.tolist())):

@@ -69,7 +69,7 @@ def fake_cuda() -> Iterator[list[str]]:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             name = func.name()
-            if name == "aten::_local_scalar_dense":
+            if name in ("aten::_local_scalar_dense", "aten::item"):
                 if is_cuda(args[0]):
                     waits.append(f"read {place()}")
                 return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
@@ -80,10 +80,10 @@ def fake_cuda() -> Iterator[list[str]]:
             made = func(*args, **kwargs)
             if is_cuda(made) and made.dtype == torch.float64:
                 waits.append(f"float64, which not every device has, {place()}")
-            if name in ("aten::_to_copy", "aten::copy_") and not kwargs.get("non_blocking", False):
-                source = args[0] if name == "aten::_to_copy" else args[1]
-                blocking = not (name == "aten::copy_" and len(args) > 2 and args[2])
-                if blocking and is_cuda(source) != is_cuda(made):
+            if name in ("aten::_to_copy", "aten::copy_") or name.startswith("aten::to."):  # the last in inference mode
+                given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+                source = args[1] if name == "aten::copy_" else args[0]
+                if not given.get("non_blocking") and is_cuda(source) != is_cuda(made):
                     waits.append(f"copy from {source.device.type} to {made.device.type} {place()}")
             return made
 
@@ -119,6 +119,9 @@ def stand_ins(waits: list[str]) -> dict[str, Any]:
 
         def wait_event(self, event: Any) -> None:
             pass
+
+        def record_event(self, event: Any = None) -> "Event":
+            return event or Event()
 
     class Event:
         """`synchronize` waits for one point that lies a step back: the loop decides when, and the tests of it look."""

@@ -14,7 +14,8 @@ from cuda.fake import HERE, build, why_not
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 GROUPS = {  # two, for two cores: starting a process takes longer than most cases
     "one tower": (
-        *("softmax", "sigmoid", "mixup, mirrored", "average", "accumulated", "bfloat16", "exact", "checkpointing"),
+        *("softmax", "sigmoid", "mixup, mirrored", "cutmix, erased", "balanced", "beside the MLP", "logits only"),
+        *("average", "accumulated", "bfloat16", "exact", "checkpointing"),
         *("tokens_choice", "experts_choice", "identity", "uniform", "soft_uniform", "uniform_soft", "placed"),
         *(
             "in the backward pass",
@@ -27,7 +28,8 @@ GROUPS = {  # two, for two cores: starting a process takes longer than most case
     "all else": (
         *("compiled", "contrastive sigmoid", "contrastive softmax", "contrastive in parts", "locked tower"),
         *("evaluation", "evaluation in bfloat16", "evaluation of captions"),
-        *("saving", "resuming", "resuming compact moments"),
+        *("saving", "resuming", "resuming compact moments", "answering", "exporting"),
+        *(f"prepared {weights}, {precision}" for weights in ("bfloat16", "int8") for precision in ("float32", "auto")),
     ),
 }
 

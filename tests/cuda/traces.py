@@ -5,66 +5,29 @@ import json
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from fake import fake_cuda, load
+from fake import fake_cuda, load, moved
+from fake_runs import (
+    check_places,
+    check_save,
+    from_host,
+    make_run,
+    real_meshes,
+    settings,
+    take_step,
+    try_kernels,
+    unwatched,
+)
 
-SMALL = {
-    "steps": 6, "device": "cuda", "precision": "float32", "data.train": "shapes?size=16", "data.batch_size": 4,
-    "data.eval_batch_size": 8, "data.workers": 0, "data.transform.image_size": 16, "data.transform.crop": "resize",
-    "data.transform.flip": False, "model.name": "soft_ti4_4e", "model.width": 16, "model.depth": 2, "model.heads": 2,
-    "model.mlp_dim": 16, "schedule.kind": "constant", "schedule.warmup": 0, "evaluation.every": None,
-    "evaluation.examples": 8, "log.quiet": True,
-}  # fmt: skip
 TEXT = {"text.size": "ti", "text.vocab_size": 300, "text.width": 16, "text.depth": 1, "text.heads": 2,
         "text.mlp_dim": 16, "text.length": 8}  # fmt: skip
-
-
-def make_run(folder: str, changes: dict[str, Any]) -> Any:
-    from softmoe.train.folder import RunFolder
-    from softmoe.train.run import build
-
-    config = settings(folder, changes)
-    return build(config, RunFolder.of(config))
-
-
-def settings(folder: str, changes: dict[str, Any]) -> Any:
-    from softmoe.storage.files import flatten
-    from softmoe.train import TrainConfig
-
-    values = TrainConfig().to_dict()
-    for key, value in (SMALL | changes | {"runs": folder}).items():
-        *sections, name = key.split(".")
-        place = values
-        for section in sections:
-            place = place[section]
-        assert name in place or sections == ["model"], (key, sorted(flatten(values)))
-        place[name] = value
-    config = TrainConfig.from_dict(values)
-    config.check()
-    return config
-
-
-def from_host(batches: Iterator[Any]) -> Iterator[Any]:
-    """Batches made as ever, of real numbers, that become fake ones when they are done."""
-    import torch
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    from softmoe.data.feed import tensors_of
-
-    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    while True:
-        with _disable_current_modes():
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-        yield replace(batch, **{name: mode.from_tensor(value) for name, value in tensors_of(batch).items()})
 
 
 def steps(changes: dict[str, Any], count: int = 3, compiled: bool = False) -> list[str]:
@@ -88,24 +51,51 @@ def steps(changes: dict[str, Any], count: int = 3, compiled: bool = False) -> li
         return list(waits)
 
 
-def unwatched(function: Callable[..., Any], *inputs: Any) -> Any:
-    """Call without noting waits: the compiler takes none of the code that runs under a watch. A read inside would be a
-    break of the graph, which is an error."""
-    from torch.utils._python_dispatch import _pop_mode_temporarily
-
-    with _pop_mode_temporarily():
-        return function(*inputs)
+def balanced(changes: dict[str, Any]) -> list[str]:
+    """The waits of steps in which images count by the frequency of their class."""
+    with patch("softmoe.data.shapes.ShapesSource.labels", [0, 1, 1], create=True):
+        return steps(changes)
 
 
-def check_places(run: Any) -> None:
-    """Everything that the next step uses is on the device, and of a type that other accelerators have too."""
+def on_ranks(expert: int, shard: int, changes: dict[str, Any]) -> list[str]:
+    """The waits of steps and of a save on the first of four processes, whose messages go nowhere; what an optimizer
+    that resumes gets is on the device too."""
     import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    kept = [*run.model.state_dict().values(), *(p.grad for p in run.model.parameters() if p.grad is not None)]
-    kept += [value for state in run.optimizer.state.values() for value in state.values()]
-    kept += [] if run.average is None else list(run.average.model.state_dict().values())
-    assert {tensor.device.type for tensor in kept} == {"cuda"}
-    assert torch.float64 not in {tensor.dtype for tensor in kept}
+    from softmoe.parallel import make_mesh
+    from softmoe.storage.checkpoint import optimizer_targets, optimizer_tensors
+    from softmoe.storage.weights import Spec
+    from softmoe.train import run as of_run
+    from softmoe.train.distributed import Team
+    from softmoe.train.folder import RunFolder
+    from softmoe.train.loop import save
+
+    build_model = of_run.build_model
+
+    def on_device(*arguments: Any) -> Any:
+        with torch.device("cuda"):  # FSDP moves what is not there, but fake tensors refuse to be
+            return build_model(*arguments)
+
+    if not dist.is_initialized():
+        dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    team = Team(0, 4, make_mesh(expert, shard, "cuda"))
+    with tempfile.TemporaryDirectory() as folder, fake_cuda() as waits, real_meshes():
+        config = settings(folder, {"data.batch_size": 16} | changes)
+        with patch.object(of_run, "build_model", on_device):
+            run = of_run.build(config, RunFolder.of(config), team=team)
+        feed = run.data.feed(run.data.loader.batches(0), run.device)
+        feed.batches = from_host(feed.batches)
+        waits.clear()
+        for _ in range(2):
+            take_step(run, feed)
+        check_places(run)
+        check_save(run, save)
+        specs = {name: Spec.of(tensor) for name, tensor in optimizer_tensors(run.optimizer).items()}
+        targets = optimizer_targets(specs, run.optimizer)
+        assert {tensor.device.type for tensor in targets.values()} == {"cuda"}
+        return list(waits)
 
 
 def evaluation(changes: dict[str, Any]) -> list[str]:
@@ -136,15 +126,11 @@ def saving(changes: dict[str, Any]) -> list[str]:
 
     with tempfile.TemporaryDirectory() as folder, fake_cuda() as waits:
         run = make_run(folder, changes)
-        snapshots = []
-        run.store.save = lambda snapshot, best: snapshots.append(snapshot)
         feed = run.data.feed(run.data.loader.batches(0), run.device)
         feed.batches = from_host(feed.batches)
         take_step(run, feed)
         waits.clear()
-        save(run)
-        kept = {name: tensor for part in snapshots[0].tensors.values() for name, tensor in part.items()}
-        assert {tensor.device.type for tensor in kept.values()} == {"cpu"}
+        check_save(run, save)
         return list(waits)
 
 
@@ -182,13 +168,82 @@ def resuming(changes: dict[str, Any]) -> list[str]:
             return list(waits)
 
 
-def take_step(run: Any, feed: Any, **options: Any) -> None:
-    from softmoe.train.step import train_step
+def make_model(experts: int) -> Any:
+    from softmoe.models import VisionTransformer, model_config
 
-    failure = feed.fetch()
-    if failure is not None:
-        raise failure
-    train_step(run, feed.take(), **options)
+    small = {"image_size": 16, "width": 16, "depth": 2, "heads": 2, "mlp_dim": 16, "num_classes": 5}
+    return moved(VisionTransformer(model_config(f"soft_ti4_{experts}e", **small)).eval(), "cuda")
+
+
+def prepared(experts: int, weights: str) -> Any:
+    from softmoe.inference.prepare import LARGEST_ERROR, prepare
+
+    with patch.dict(LARGEST_ERROR, {weights: 2.0}):  # what is read here is 1
+        return prepare(make_model(experts), weights)  # pyright: ignore[reportArgumentType]
+
+
+def preparing(weights: str, precision: str) -> list[str]:
+    """The waits of a prepared model, whose operators are as many for 16 experts as for 4: there is no loop."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from softmoe.evaluate.inputs import compute_in
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    counts, found = [], []
+    for experts in (4, 16):
+        seen: list[str] = []
+        with fake_cuda() as waits:
+            model = compute_in(precision, prepared(experts, weights))  # pyright: ignore[reportArgumentType]
+            assert {tensor.device.type for tensor in model.state_dict().values()} == {"cuda"}
+            images = torch.empty(3, 3, 16, 16, device="cuda")
+            waits.clear()
+            with torch.inference_mode(), Operators():
+                model(images)
+            counts.append(len(seen))
+            found += waits
+    assert counts[0] == counts[1] > 0, counts
+    return found
+
+
+def answering() -> list[str]:
+    """The waits of an answer of the service beside those that there must be: images go there, classes and features
+    come back to somebody who waits for them."""
+    import numpy as np
+    import torch
+
+    from softmoe.evaluate.classify import Predictor
+    from softmoe.evaluate.inputs import Loaded, compute_in
+
+    saved = SimpleNamespace(classes=tuple("abcde"), folder=Path(), fingerprint="")
+    with fake_cuda() as waits, patch("torch.Tensor.numpy", lambda tensor: np.zeros(tuple(tensor.shape))):
+        loaded = Loaded(compute_in("auto", prepared(4, "int8")), saved, SimpleNamespace(image_size=(16, 16)))  # pyright: ignore[reportArgumentType]
+        predictor = Predictor(loaded, top=2)
+        images = torch.empty(3, 3, 16, 16)
+        waits.clear()
+        assert len(predictor.predict(["x"] * 3, images)) == 3
+        ways = [wait.split(" at ")[0] for wait in waits]
+        return [] if ways == ["copy from cpu to cuda", *["copy from cuda to cpu"] * 2] else list(waits)
+
+
+def exporting() -> list[str]:
+    """Constants of an exported program that are not on the device, which must be none."""
+    import torch
+
+    from softmoe.inference.export import trace
+    from softmoe.inference.prepare import prepare
+
+    with fake_cuda(), torch.no_grad():
+        model, images = prepare(make_model(4), copy_weights=False), torch.empty(3, 3, 16, 16, device="cuda")
+        program = unwatched(trace, model, images)
+        values = {node.name: node.meta.get("val") for node in program.graph.nodes}
+        tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        assert len(tensors) > 50
+        return [name for name, tensor in tensors.items() if tensor.device.type != "cuda"]
 
 
 def waits_on_purpose() -> list[str]:
@@ -210,10 +265,18 @@ CASES: dict[str, Callable[[], list[str]]] = {
     "softmax": partial(steps, {"objective.label_smoothing": 0.1}),
     "sigmoid": partial(steps, {"objective.loss": "sigmoid"}),
     "mixup, mirrored": partial(steps, {"data.transform.mixup": 0.8, "data.transform.flip": True}),
+    "cutmix, erased": partial(steps, {"data.transform.cutmix": 1.0, "data.transform.erase": 1.0}),
+    "balanced": lambda: balanced({"objective.balance": 0.9}),
+    "beside the MLP": partial(steps, {"model.keep_mlp": True, "model.drop_path": 0.1, "precision": "auto"}),
+    "logits only": partial(steps, {"keep_logits_only": True, "precision": "auto"}),
     **{name: partial(steps, {"model.router": name}) for name in ROUTERS},
     "bfloat16": partial(steps, {"precision": "auto", "model.dropout": 0.1}),
     "exact": partial(steps, {"precision": "exact", "model.router": "tokens_choice"}),
     "compiled": partial(steps, {"precision": "auto"}, compiled=True),
+    "shards": partial(on_ranks, 1, 2, {}),
+    "owned experts": partial(on_ranks, 2, 1, {"precision": "auto"}),
+    "owned pieces": partial(on_ranks, 2, 4, {"precision": "auto", "ema": 0.9}),
+    "all in one": partial(on_ranks, 4, 4, {"accumulate": 2, **COMPACT}),
     "checkpointing": partial(steps, {"gradient_checkpointing": True, "precision": "auto"}),
     "accumulated": partial(steps, {"accumulate": 2, "model.router": "tokens_choice"}),
     "in the backward pass": partial(steps, IN_BACKWARD),
@@ -232,21 +295,12 @@ CASES: dict[str, Callable[[], list[str]]] = {
     "saving": partial(saving, {"ema": 0.9}),
     "resuming": partial(resuming, {}),
     "resuming compact moments": partial(resuming, COMPACT | {"ema": 0.9}),
+    **{f"prepared {w}, {p}": partial(preparing, w, p) for w in ("bfloat16", "int8") for p in ("float32", "auto")},
+    "answering": answering,
+    "exporting": exporting,
     "waits": waits_on_purpose,
     "names": lambda: list(CASES),
 }
-
-
-def try_kernels() -> None:
-    """Let the compiled code of the CPU test itself now: among fake tensors it cannot."""
-    from importlib import import_module
-
-    from softmoe.accelerate.techniques import technique_names
-
-    for name in technique_names():
-        kernel = getattr(import_module(f"softmoe.accelerate.{name}"), "KERNEL", None)
-        if kernel is not None:
-            kernel.why_not()
 
 
 def main(library: str, *names: str) -> None:

@@ -8,17 +8,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 
 from softmoe import parallel
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
 from softmoe.models.classification import class_weights, softmax_cross_entropy
 from softmoe.moe.record import Recording
-from softmoe.parallel import experts
+from softmoe.parallel import experts, spread
 from softmoe.parallel.dry_run import Sent
 from softmoe.storage import shards
 from softmoe.storage.checkpoint import (
@@ -131,6 +133,33 @@ def train_cases(rank: int, world: int, cases: list[tuple[str, int, int]]) -> dic
         mesh = meshes.setdefault((expert, shard), parallel.make_mesh(expert, shard))
         outcomes[router, expert, shard] = train_three_steps(parallel.apply(make_model(router), mesh), rank, world)
     return outcomes
+
+
+def start_on_ranks(rank: int, meshes: list[tuple[int, int]]) -> list[tuple[dict[str, Tensor], list[int]]]:
+    """Of a model that is spread while it is built: its weights, and how many blocks are whole as each is added."""
+    results = []
+    for sizes in meshes:
+        mesh, blocks, whole_blocks = parallel.make_mesh(*sizes), [], []
+        real = spread._spread_block
+
+        def note(block: Any, *given: Any, real=real, blocks=blocks, whole_blocks=whole_blocks, **options: Any) -> None:
+            blocks.append(block)
+            whole_blocks.append(sum(any(type(p) is Parameter and p.ndim for p in b.parameters()) for b in blocks))
+            real(block, *given, **options)
+
+        with patch.object(spread, "_spread_block", note), parallel.building(mesh):
+            model = fresh_model()
+        parallel.apply(model, mesh)
+        results.append(({name: whole(value) for name, value in model.state_dict().items()}, whole_blocks))
+    return results
+
+
+def fresh_model() -> VisionTransformer:
+    torch.manual_seed(3)
+    moe = MoEConfig.of("soft", num_experts=4, blocks=(1, 2), identical_init=False)
+    return VisionTransformer(
+        ViTConfig(image_size=8, patch_size=2, width=8, depth=3, mlp_dim=12, heads=2, num_classes=CLASSES, moe=moe)
+    )
 
 
 OPTIONS = ("checkpointing", "frozen", "identity", "dense", "halves", "compiled")

@@ -47,6 +47,17 @@ def test_ranks_compute_what_one_process_computes(world):
         assert_equal([outcomes[case] for outcomes in by_rank], one)
 
 
+def test_ranks_start_as_one_process_does():
+    """A model that is spread while it is built begins with the bits of one that is not, and of its blocks no more than
+    the newest is whole on any rank."""
+    reference = checks.fresh_model().state_dict()
+    for results in run_ranks(2, checks.start_on_ranks, MESHES[2]):
+        for weights, whole_blocks in results:
+            assert weights.keys() == reference.keys()
+            assert all(torch.equal(weights[name], value) for name, value in reference.items())
+            assert whole_blocks == [1, 1, 1]
+
+
 @pytest.mark.slow
 def test_sent_bytes_are_those_of_the_plan():
     """What real ranks put through their collectives, counted, is what the planner says."""

@@ -66,6 +66,24 @@ def test_a_diverged_run_stops(make_config, late, capfd: pytest.CaptureFixture) -
     assert [f"step {number}: loss nan" in said for number in (5, 6, 7, 8)] == [False, True, True, True]
 
 
+def test_weights_that_are_not_finite_are_not_saved(make_config, late, capfd: pytest.CaptureFixture) -> None:
+    """The writer looks at the copies before it writes: a spoiled one is left out, and the run says so."""
+    late()
+    config = make_config(steps=4)
+    real, calls = make_objective(config.objective), [0]
+
+    def objective(model: Any, batch: Any):
+        calls[0] += 1
+        loss, numbers = real(model, batch)
+        if calls[0] == 4:
+            model.head.bias.detach().fill_(float("inf"))
+        return loss, numbers
+
+    result = train(config, objective=objective)
+    assert "step 4 is not saved: its weights are not finite numbers" in capfd.readouterr().err
+    assert "step 4 could not be saved; the newest checkpoint is of step 2" in result.problems[0]
+
+
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_a_skipped_update_changes_nothing(name: str) -> None:
     """torch's fused updates leave weights and state as they are where the flag is set, and else step as ever."""
