@@ -133,7 +133,7 @@ class Transform:
     def apply_raw(
         self, images: list[np.ndarray], plans: list[Plan], rngs: list[np.random.Generator]
     ) -> tuple[np.ndarray, list[bool] | None]:
-        """As `apply_batch`, but which images are to be mirrored is only said, where nothing comes after that."""
+        """As `apply_batch`, but which images are to be mirrored is only said, if no RandAugment comes after that."""
         sized = np.empty((len(images), *self.config.size, 3), dtype=np.uint8)
         for place, image, plan in zip(sized, images, plans, strict=True):
             place[:] = self._resized(image, plan)
@@ -144,17 +144,18 @@ class Transform:
             sized = self._small_crops(sized, rngs)
         elif self.config.flip:
             mirrored = [rng.random() < 0.5 for rng in rngs]
-        if self.config.rand_layers or self.config.erase:
+        if self.config.rand_layers:
             if mirrored is not None:
                 mirror(sized, mirrored)
-            return np.stack([self._augmented(image, rng) for image, rng in zip(sized, rngs, strict=True)]), None
+                mirrored = None
+            layers, strength = self.config.rand_layers, self.config.rand_magnitude
+            pairs = zip(sized, rngs, strict=True)
+            sized = np.stack([rand_augment(image, layers, strength, rng) for image, rng in pairs])
+        if self.config.erase:
+            for k, (image, rng) in enumerate(zip(sized, rngs, strict=True)):  # as it will be when it is mirrored
+                seen = image[:, ::-1] if mirrored is not None and mirrored[k] else image
+                seen[:] = random_erasing(seen, self.config.erase, rng)
         return sized, mirrored
-
-    def _augmented(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        config = self.config
-        if config.rand_layers:
-            image = rand_augment(image, config.rand_layers, config.rand_magnitude, rng)
-        return random_erasing(image, config.erase, rng) if config.erase else image
 
     def _small_crops(self, images: np.ndarray, rngs: list[np.random.Generator]) -> np.ndarray:
         """Pad, crop and flip (B, H, W, 3): a slice of each is all that is done image by image."""

@@ -126,7 +126,7 @@ class Sent(TorchDispatchMode):
     """A mode that adds up what goes through collectives, by kind."""
 
     KINDS = (
-        ("all_to_all", "all_to_all"),
+        ("alltoall", "all_to_all"),
         ("allgather", "gather"),
         ("reduce_scatter", "reduce"),
         ("allreduce", "reduce"),

@@ -4,6 +4,8 @@ Letters: N experts, E ranks that share them, S rows per expert and rank, D width
 
 Slots have the same shape on every rank and every step, so nothing has to be counted or agreed on: rank r sends the rows
 of the experts of rank q to q, whatever router filled them.
+
+Where there are many rows they go in two halves: in both passes one half travels while experts work at the other.
 """
 
 import math
@@ -11,8 +13,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -47,14 +49,18 @@ class OwnedExperts(Experts):
             raise ValueError(
                 f"expected slots of shape ({self.num_experts}, rows, {self.dim}), got {tuple(x_NSD.shape)}"
             )
-        mine = self._mine()
-        arriving = [self._exchange(part) for part in x_NSD.chunk(self._parts(x_NSD), dim=1)]
-        leaving = [self._exchange(self._by_rank(Experts.forward(mine, self._by_expert(rows)))) for rows in arriving]
-        return leaving[0] if len(leaving) == 1 else torch.cat(leaving, dim=1)
+        mine, halves = self._mine(), range(self._parts(x_NSD))
+        there, back = ([Exchange(self.mesh.get_group()) for _ in halves] for _ in range(2))
+        arriving, leaving = _Depart.apply(x_NSD, there), []
+        for half in halves:
+            rows = self._by_expert(_Arrive.apply(arriving[half], there[half]))
+            leaving.append(_Leave.apply(self._by_rank(Experts.forward(mine, rows)), back[half]))
+        return _Return.apply(back, *leaving)
 
     def _parts(self, x_NSD: Tensor) -> int:
         """Exchange the rows in two halves, where that is worth it: one travels while experts work at the other."""
-        return 2 if x_NSD.shape[1] * self.ranks >= HALVES_FROM.get(x_NSD.device.type, math.inf) else 1
+        rows, enough = x_NSD.shape[1], HALVES_FROM.get(x_NSD.device.type, math.inf)
+        return 2 if rows > 1 and rows * self.ranks >= enough else 1
 
     def _by_expert(self, received: Tensor) -> Tensor:
         """(N, S, D), this rank's experts' rows by the rank they came from -> (N/E, E*S, D)."""
@@ -65,12 +71,6 @@ class OwnedExperts(Experts):
         """(N/E, E*S, D) -> (N, S, D), the rows of each rank together, to be sent back."""
         E, (n, rows, D) = self.ranks, y.shape
         return y.view(n, E, rows // E, D).transpose(0, 1).reshape(E * n, rows // E, D)
-
-    def _exchange(self, rows: Tensor) -> Tensor:
-        """Exchange equal parts: part q of axis 0 goes to rank q; what comes from rank q becomes part q. On CUDA the
-        caller goes on at once, and whoever uses the result first waits for it."""
-        part = [rows.shape[0] // self.ranks] * self.ranks
-        return all_to_all_single_autograd(rows.contiguous(), part, part, (self.mesh, 0))
 
     def _mine(self) -> Experts:
         """Give the experts' own forward what it looks at, for this rank's experts."""
@@ -93,6 +93,94 @@ def own_slice(whole: Tensor, mesh: DeviceMesh) -> DTensor:
     """Cut this rank's part of a stacked tensor, in memory of its own, known to the others as a part of the whole."""
     part = whole.chunk(mesh.size())[mesh.get_local_rank()].clone()
     return DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+
+
+class Exchange:
+    """Equal parts of rows go to all ranks of a group: part q of axis 0 to rank q; what comes from q becomes part q."""
+
+    def __init__(self, group: Any):
+        self.group = group
+        self.work: Any = None
+
+    def begin(self, rows: Tensor) -> Tensor:
+        """Return where the rows of others will be. Nothing may look at it before `end`."""
+        self.rows = rows.contiguous()
+        received = torch.empty_like(self.rows)
+        self.work = dist.all_to_all_single(received, self.rows, group=self.group, async_op=True)
+        return received
+
+    def end(self) -> None:
+        """Wait until it is done; on CUDA the device waits, not the host."""
+        self.work.wait()
+        self.work = self.rows = None
+
+
+# Four steps of the way of rows through experts, in this order for each half. Each is the reverse of another one, so the
+# backward pass, which autograd walks from the last half to the first, begins and ends its exchanges in the same places.
+
+
+class _Depart(torch.autograd.Function):
+    """Begin the exchange of each half."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchanges: list[Exchange]) -> tuple[Tensor, ...]:
+        ctx.exchanges = exchanges
+        parts = rows.chunk(len(exchanges), dim=1)
+        return tuple(exchange.begin(part) for exchange, part in zip(exchanges, parts, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return joined(ctx.exchanges, gradients), None
+
+
+class _Arrive(torch.autograd.Function):
+    """End the exchange of a half that departed."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.end()
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.begin(gradients[0]), None
+
+
+class _Leave(torch.autograd.Function):
+    """Begin the way back of a half."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.begin(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.exchange.end()
+        return gradients[0].view_as(gradients[0]), None
+
+
+class _Return(torch.autograd.Function):
+    """End the way back of all halves."""
+
+    @staticmethod
+    def forward(ctx: Any, exchanges: list[Exchange], *parts: Tensor) -> Tensor:
+        ctx.exchanges = exchanges
+        return joined(exchanges, parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        parts = gradients[0].chunk(len(ctx.exchanges), dim=1)
+        pairs = [*zip(ctx.exchanges, parts, strict=True)]
+        return None, *reversed([exchange.begin(part) for exchange, part in reversed(pairs)])  # the last is needed first
+
+
+def joined(exchanges: list[Exchange], parts: tuple[Tensor, ...]) -> Tensor:
+    """End the exchanges and put their halves together."""
+    for exchange in exchanges:
+        exchange.end()
+    return parts[0].view_as(parts[0]) if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 class _DivideGradient(torch.autograd.Function):

@@ -1,5 +1,5 @@
-"""Training, evaluation, saving and resuming on CUDA tensors that are fake: every operation finds its inputs on one
-device, and the host never waits for it."""
+"""Training in one process and in many, evaluation, saving, resuming, preparing and exporting on CUDA tensors that are
+fake: every operation finds its inputs on one device, and the host never waits for it."""
 
 import json
 import os
@@ -26,6 +26,7 @@ GROUPS = {  # two, for two cores: starting a process takes longer than most case
         ),
     ),
     "all else": (
+        *("shards", "owned experts", "owned pieces", "all in one"),
         *("compiled", "contrastive sigmoid", "contrastive softmax", "contrastive in parts", "locked tower"),
         *("evaluation", "evaluation in bfloat16", "evaluation of captions"),
         *("saving", "resuming", "resuming compact moments", "answering", "exporting"),

@@ -81,7 +81,8 @@ def on_ranks(expert: int, shard: int, changes: dict[str, Any]) -> list[str]:
     if not dist.is_initialized():
         dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     team = Team(0, 4, make_mesh(expert, shard, "cuda"))
-    with tempfile.TemporaryDirectory() as folder, fake_cuda() as waits, real_meshes():
+    halves = patch("softmoe.parallel.experts.HALVES_FROM", {"cuda": 2})
+    with tempfile.TemporaryDirectory() as folder, fake_cuda() as waits, real_meshes(), halves:
         config = settings(folder, {"data.batch_size": 16} | changes)
         with patch.object(of_run, "build_model", on_device):
             run = of_run.build(config, RunFolder.of(config), team=team)

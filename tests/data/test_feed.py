@@ -9,6 +9,7 @@ import torch
 
 from softmoe.data import Feed, Loader, Transform, TransformConfig, evaluation_batches, fed, open_source
 from softmoe.data.feed import finish, one_behind
+from softmoe.data.loader import Buffers, workers_for
 
 CPU = torch.device("cpu")
 SOURCE = "shapes?size=20"
@@ -30,6 +31,7 @@ def same(a: Any, b: Any) -> None:
         {"crop": "pad_crop", "flip": True},
         {"crop": "resize", "flip": True, "mixup": 0.8},
         {"crop": "inception", "flip": True, "rand_layers": 1, "erase": 0.5},
+        {"crop": "resize", "flip": True, "cutmix": 1.0, "erase": 0.8},
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )
@@ -89,3 +91,23 @@ def test_results_on_the_host_stay_in_order() -> None:
     rows = [(torch.tensor([k]), torch.tensor(-k)) for k in range(3)]
     assert [(int(a), int(b)) for a, b in one_behind(rows)] == [(0, 0), (1, -1), (2, -2)]
     assert list(one_behind([])) == []
+
+
+@pytest.mark.parametrize(
+    ("device", "cores", "processes", "workers"),
+    [("cpu", 8, 1, 1), ("cuda", 8, 1, 7), ("cuda", 8, 4, 1), ("cuda", 1, 1, 1), ("cuda", 128, 1, 16)],
+)
+def test_workers_by_the_machine(
+    monkeypatch: pytest.MonkeyPatch, device: str, cores: int, processes: int, workers: int
+) -> None:
+    """Where a CPU trains, one; for a GPU all cores of the process but one, between 1 and 16."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    assert workers_for(device) == workers
+
+
+def test_waiting_batches_have_a_bound() -> None:
+    """As many batches wait as the bytes allow: first fewer ahead of each worker, then fewer workers, at least one."""
+    found = [Buffers.within(limit, workers=8, prefetch=4, batch_bytes=100) for limit in (10_000, 2_000, 400, 1)]
+    assert [(b.workers, b.prefetch) for b in found] == [(8, 4), (8, 1), (2, 1), (1, 1)]
+    assert all(b.bytes <= limit for b, limit in zip(found, (10_000, 2_000, 400), strict=False))

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from softmoe import parallel
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
 from softmoe.models.classification import class_weights, softmax_cross_entropy
+from softmoe.moe import Experts
 from softmoe.moe.record import Recording
 from softmoe.parallel import experts, spread
 from softmoe.parallel.dry_run import Sent
@@ -160,6 +161,38 @@ def fresh_model() -> VisionTransformer:
     return VisionTransformer(
         ViTConfig(image_size=8, patch_size=2, width=8, depth=3, mlp_dim=12, heads=2, num_classes=CLASSES, moe=moe)
     )
+
+
+def work_while_travelling(rank: int) -> tuple[list[int], list[int]]:
+    """How many exchanges are under way when experts begin with each half, in the forward and in the backward pass."""
+    under_way, forward, backward = [0], [], []
+    begin, end, compute = experts.Exchange.begin, experts.Exchange.end, Experts.forward
+
+    def begin_one(exchange: Any, rows: Tensor) -> Tensor:
+        under_way[0] += 1
+        return begin(exchange, rows)
+
+    def end_one(exchange: Any) -> None:
+        under_way[0] -= 1
+        end(exchange)
+
+    def compute_one(layer: Any, rows: Tensor) -> Tensor:
+        forward.append(under_way[0])
+        y = compute(layer, rows)
+        y.register_hook(lambda _: backward.append(under_way[0]))
+        return y
+
+    mesh = parallel.make_mesh(dist.get_world_size())
+    owned = experts.OwnedExperts(Experts(4, 8, 4), mesh.experts["expert"])
+    with (
+        patch.object(experts, "HALVES_FROM", {"cpu": 2}),
+        patch.object(experts.Exchange, "begin", begin_one),
+        patch.object(experts.Exchange, "end", end_one),
+        patch.object(Experts, "forward", compute_one),
+    ):
+        owned(torch.randn(4, 6, 4, requires_grad=True)).sum().backward()
+    assert under_way == [0]
+    return forward, backward
 
 
 OPTIONS = ("checkpointing", "frozen", "identity", "dense", "halves", "compiled")

@@ -58,6 +58,11 @@ def test_ranks_start_as_one_process_does():
             assert whole_blocks == [1, 1, 1]
 
 
+def test_halves_travel_while_experts_work():
+    """When experts begin with either half, one exchange of the other half is under way: in both passes."""
+    assert run_ranks(2, checks.work_while_travelling) == [([1, 1], [1, 1])] * 2
+
+
 @pytest.mark.slow
 def test_sent_bytes_are_those_of_the_plan():
     """What real ranks put through their collectives, counted, is what the planner says."""

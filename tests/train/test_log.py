@@ -3,10 +3,13 @@ import io
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from softmoe.train.log import Clock, MetricsFile, Progress, duration, progress_line, read_metrics
+from softmoe.train.reporting import report_starving
 
 
 def test_rewind_drops_later_steps_and_a_cut_line(tmp_path: Path):
@@ -114,3 +117,20 @@ def test_clock_leaves_pauses_out(monkeypatch: pytest.MonkeyPatch):
     clock.skip(5.0)
     clock.begin(11)
     assert clock.steps_per_second(11) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(("starved", "lines"), [(5, 0), (6, 1)])
+def test_a_device_that_waits_for_data(starved: int, lines: int) -> None:
+    """A line if it waited in most steps since the last line of metrics, and the count begins anew."""
+    said: list[str] = []
+    feed: Any = SimpleNamespace(starved=starved)
+    run: Any = SimpleNamespace(
+        config=SimpleNamespace(log=SimpleNamespace(every=10)),
+        progress=SimpleNamespace(report=said.append),
+        done=SimpleNamespace(step=20),
+        data=SimpleNamespace(loader=SimpleNamespace(workers=3)),
+    )
+    report_starving(run, feed)
+    assert len(said) == lines
+    assert all("waited for data in 6 of the last 10 steps; raise data.workers (3 now)" in line for line in said)
+    assert feed.starved == 0
