@@ -90,7 +90,8 @@ def _host_copy(tensor: Tensor) -> Tensor:
     if tensor.device.type != "cuda":
         return tensor.to("cpu", copy=True).contiguous()
     copy = torch.empty_like(tensor, device="cpu", pin_memory=True, memory_format=torch.contiguous_format)
-    here, there = (t.to_local() if hasattr(t, "to_local") else t for t in (copy, tensor))  # this rank's part of each
+    ends: Any = copy, tensor
+    here, there = (end.to_local() if hasattr(end, "to_local") else end for end in ends)  # this rank's part of each
     here.copy_(there, non_blocking=True)
     return copy
 
