@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from PIL import Image, ImageEnhance, ImageOps
+
+if TYPE_CHECKING:
+    import torch
 
 _TOP = 30.0  # the largest magnitude
 _GRAY = (128, 128, 128)  # fills what a rotation or shift uncovers
@@ -129,6 +132,8 @@ class Rectangle:
 
 def soft_labels(labels: torch.Tensor, classes: int) -> torch.Tensor:
     """(B, C) float32 from (B,) class numbers; what is float already is returned as it is."""
+    import torch
+
     return labels if labels.is_floating_point() else torch.nn.functional.one_hot(labels, classes).to(torch.float32)
 
 
@@ -145,6 +150,8 @@ def mixup(
     This is sum_i w_i * roll(x, -i) over the batch axis, of images (B, ...) and targets (B, C) alike.
     `weights` is (size,) for the whole batch, or (B, size) for each example its own.
     """
+    import torch
+
     shares = torch.as_tensor(weights, dtype=images.dtype, device=images.device)
     if shares.ndim not in (1, 2) or (shares.ndim == 2 and len(shares) != len(images)):
         raise ValueError(f"mixup weights are (size,) or (batch, size), batch {len(images)}, not {tuple(shares.shape)}.")
@@ -178,6 +185,8 @@ def cutmix(images: torch.Tensor, targets: torch.Tensor, box: Rectangle) -> tuple
 
 
 def _blend(values: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    import torch
+
     mixed = torch.zeros_like(values)
     for i in range(shares.shape[-1]):
         share = shares[..., i]
