@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from softmoe.models import create_model, list_models
     from softmoe.moe import SoftMoE
     from softmoe.storage import from_pretrained, hub, save_pretrained
+    from softmoe.storage.hub import push_to_hub
     from softmoe.transfer import upcycle, upcycle_
 
 _HOME = {
