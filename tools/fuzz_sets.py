@@ -610,7 +610,7 @@ def line_run(case: Case, folder: Path, seeds: LineSeeds) -> str:
         os.chdir(here)
     if code not in (0, 1, 2, None):
         raise Wrong(f"exit code {code}")
-    said = err.getvalue()
+    said = err.getvalue() or out.getvalue()  # without a word of its own the command prints its usage
     if "Traceback" in said or (code == 2 and not exited and said.count("softmoe: error:") != 1 and case.call["argv"]):
         raise Wrong(f"exit code {code}: {said[-500:]}")
     if code == 2:

@@ -32,6 +32,7 @@ from softmoe.models.heads import AttentionPool
 from softmoe.models.transformer import MLP, Attention, Block
 from softmoe.moe import Experts, ExpertsBeside, MoE, PlacedRouter, SoftRouter
 from softmoe.moe.sparse import SparseRouter
+from softmoe.storage.files import first_line
 
 PREFIX = "params/"
 _SPARE_BYTES, _RATIO = 100_000_000, 20
@@ -102,8 +103,7 @@ def read_npz(path: str | PathLike[str]) -> dict[str, np.ndarray]:
         except (ArithmeticError, OSError, EOFError, IndexError, KeyError, MemoryError, TypeError) as error:
             raise ValueError(f"{path} is not a whole .npz file: its list of arrays is damaged") from error
         except (BadZipFile, ValueError, RuntimeError, SyntaxError, TokenError, zlib.error, struct.error) as error:
-            said = (str(error).splitlines() or ["damaged"])[0].rstrip(".")
-            raise ValueError(f"{path} is not a whole .npz file of plain arrays: {said}") from error
+            raise ValueError(f"{path} is not a whole .npz file of plain arrays: {first_line(error)}") from error
     if len(arrays) < len(members):
         raise ValueError(f"{path} is not an .npz file of plain arrays: two of them have the same name")
     return arrays

@@ -14,6 +14,7 @@ import io
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -79,15 +80,23 @@ def normal_text(text: str) -> str:
     return _NOT_TEXT.sub(" ", text.encode("utf-8", "replace").decode("utf-8")).strip()
 
 
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """Turn what the package tokenizers raises into a ValueError: plain Exception, and for files that it does not check
+    a panic of its Rust code, which is not even an Exception."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise ValueError(f"{name} is not a tokenizer file of the package tokenizers: {first_line(error)}") from error
+
+
 class _Json:
     def __init__(self, data: bytes, name: str):
-        tokenizers = _package("tokenizers")
-        try:
+        tokenizers, self.name = _package("tokenizers"), name
+        with _reading(name):
             self.inner = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
-        except Exception as error:  # the package raises plain Exception
-            raise ValueError(
-                f"{name} is not a tokenizer file of the package tokenizers: {first_line(error)}"
-            ) from error
         self.inner.no_padding()
         self.inner.no_truncation()
         self.inner.encode_special_tokens = True  # "</s>" in a caption is text like any other
@@ -98,10 +107,12 @@ class _Json:
             raise ValueError(f"the tokenizer {name} has no end token: none of {', '.join(_ENDS)}")
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        return [found.ids for found in self.inner.encode_batch(texts, add_special_tokens=False)]
+        with _reading(self.name):
+            return [found.ids for found in self.inner.encode_batch(texts, add_special_tokens=False)]
 
     def decode(self, numbers: list[int]) -> str:
-        return self.inner.decode(numbers).strip()
+        with _reading(self.name):
+            return self.inner.decode(numbers).strip()
 
 
 class _Piece:

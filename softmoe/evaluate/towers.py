@@ -262,9 +262,9 @@ def read_names(file: str | Path, classes: Sequence[str]) -> list[str]:
     else:
         raise ValueError(f"{file} must be a list of names, or an object of them by class")
     names: list[Any] = [row[0] if isinstance(row, list) and row else row for row in rows]
-    wrong = next((name for name in names if not isinstance(name, str)), None)
-    if wrong is not None:
-        raise ValueError(f"{file}: a name is a string, or a list whose first is taken, not {wrong!r}")
+    wrong = [name for name in names if not isinstance(name, str)]
+    if wrong:
+        raise ValueError(f"{file}: a name is a string, or a list whose first is taken, not {wrong[0]!r}")
     return names
 
 

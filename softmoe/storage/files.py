@@ -153,9 +153,9 @@ def sync_folder(path: Path) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Say an error in one line, without its full stop."""
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__
+    """Say an error in one line, without its full stop and not too long: some libraries quote all they have read."""
+    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return line.rstrip(".") if len(line) <= 300 else f"{line[:300]} ..."
 
 
 def sha256(path: Path) -> str:

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from softmoe.models import TwoTowerConfig, ViTConfig
 from softmoe.storage.checkpoint import write_texts
-from softmoe.storage.files import PARTIAL, FileFacts, empty_folder, put_in_place, sync_file
+from softmoe.storage.files import PARTIAL, FileFacts, empty_folder, first_line, put_in_place, sync_file
 from softmoe.storage.pretrained import SavedModel, save_tensors
 from softmoe.storage.weights import Spec, check_finite
 
@@ -171,7 +171,7 @@ def one_line(error: BaseException) -> str:
     """Return the first line of an error's text; that of its cause if a distributed save failed."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return first_line(error)
 
 
 class _OneFile(FileSystem):

@@ -307,6 +307,14 @@ def test_npz_whose_shapes_lie(shape, tmp_path):
     unreadable(archive(tmp_path / "x.npz", {"a.npy": npy(np.zeros(4, np.float32), shape)}), "a.npy")
 
 
+def test_npz_that_numpy_quotes_at_length(tmp_path):
+    """A header whose stated length reaches into the numbers: numpy's error quotes them all, ours the first words."""
+    path = archive(tmp_path / "x.npz", {"a.npy": b"\x93NUMPY\x01\x00\x00\x20" + bytes(range(128, 256)) * 100})
+    with pytest.raises(ValueError, match=r"not a whole \.npz file of plain arrays") as caught:
+        read_npz(path)
+    assert len(str(caught.value)) < 600
+
+
 def test_npz_of_objects(tmp_path):
     """Python objects are pickles, and never read."""
     np.savez(tmp_path / "x.npz", a=np.array([{}], dtype=object))

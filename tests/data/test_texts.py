@@ -110,6 +110,10 @@ def test_mistakes(tmp_path):
     values["model"]["vocab"] = {key: n for key, n in values["model"]["vocab"].items() if key != "</s>"}
     with pytest.raises(ValueError, match="has no end token"):
         Tokenizer("t.json", json.dumps(values).encode())
+    values = json.loads(train_tokenizer(["a b"], 300).data)
+    values["model"] |= {"continuing_subword_prefix": "#" * 60, "merges": [["a", "b"]]}  # at this the package panics
+    with pytest.raises(ValueError, match="not a tokenizer file"):
+        Tokenizer("t.json", json.dumps(values).encode())
     with pytest.raises(ValueError, match="there is no tokenizer file"):
         Tokenizer.open(tmp_path / "t.json")
     with pytest.raises(ValueError, match="at least 300 tokens"):

@@ -98,6 +98,7 @@ def test_names_from_a_file(model, tmp_path):
         ('["a"]', "names 1 classes, but the data has 2"),
         ('{"0": "a"}', "has no name for the class 'x2'"),
         ('["a", 3]', "a name is a string"),
+        ('["a", null]', "a name is a string"),
         ('["a", "??"]', "class 1 has no name that can be said"),
         ("{", "not valid JSON"),
         ("3", "must be a list of names, or an object"),
