@@ -104,6 +104,9 @@ def run(argv: list[str]) -> int:
 
 
 def fail(message: str) -> int:
+    """Say what is wrong. Of a very long word that the message quotes, a name for example, the middle is left out."""
+    if len(message) > 4000:
+        message = f"{message[:2000]} ... {message[-1000:]}"
     print(f"softmoe: error: {message}", file=sys.stderr)
     return 2
 

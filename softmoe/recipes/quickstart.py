@@ -12,10 +12,11 @@ Experts stand in the last block only, where tokens are no longer needed in detai
 slots as there are tokens: a step costs what a dense one costs, and what differs is the number of parameters. The
 router `placed` is not the paper's (docs/choices.md): each slot leans to its own part of the picture.
 
-Time: 79 s of one core of an AMD EPYC that others used too.
-Measured: top-1 72.5 %, 10-shot on 100 other classes 75.0 %; one expert with a place 43.4 and 52.9 %; the paper's layer
-30.3 and 42.3 %, one expert of it 25.7 and 39.5 %; dense 39.7 and 49.1 % (2026-11-17, one seed). So experts pay here,
-29 points of them where slots have a place; without one they are below dense at this length (docs/experiments.md).
+Time: 69 s of one core of an AMD EPYC (AVX2).
+Measured, mean of three seeds: top-1 72.7 %, 10-shot on 100 other classes 76.2 %; four experts with a place 60.1 and
+64.3 %, one 36.8 and 47.3 %; the paper's layer 27.8 and 39.2 %, one expert of it 23.7 and 37.9 %; dense 37.8 and 46.9 %
+(2026-11-17). So experts pay here, 36 points of them where slots have a place; without one they are below dense at this
+length (docs/experiments.md).
 """
 
 from dataclasses import replace

@@ -68,24 +68,26 @@ def waterfall(axis: Any, names: Sequence[str], path: Sequence[Table], number: st
         return
     levels = [mean for mean in means if mean is not None]
     places = np.arange(len(names))[::-1]
-    low = min(levels) - 0.25 * (max(levels) - min(levels) + 1e-9)
-    axis.barh([places[0], places[-1]], [levels[0] - low, levels[-1] - low], left=low, color=["#c8403a", "#3b6fb6"])
+    axis.barh([places[0], places[-1]], [levels[0], levels[-1]], color=["#c8403a", "#3b6fb6"])
     for place, level in ((places[0], levels[0]), (places[-1], levels[-1])):
         axis.annotate(f"{level:.1f}", (level, place), xytext=(4, 0), textcoords="offset points", va="center", size=8)
+    farthest = max(levels)
     steps = zip(places[1:-1], path, path[1:], levels, levels[1:], strict=False)
     for place, before, after, start, end in steps:
         axis.barh(place, end - start, left=start, color="#3f9455" if end >= start else "#d98a86")
         axis.plot([start, start], [place - 0.4, place + 1.4], color="#888888", lw=0.8)
         found = after.minus(before, number)
+        reach = max(start, end)
         if found is not None and found.count > 1:
             axis.errorbar(end, place, xerr=found.half, color="#333333", capsize=3, lw=1)
-        reach = max(start, end) + (found.half if found is not None and found.count > 1 else 0.0)
+            reach = max(reach, end + found.half)
+        farthest = max(farthest, reach)
         axis.annotate(
             f"{end - start:+.1f}", (reach, place), xytext=(4, 0), textcoords="offset points", va="center", size=8
         )
     axis.set_yticks(places, names)
     axis.set_ylim(-0.6, len(names) - 0.1)
-    axis.set_xlim(low, max(axis.get_xlim()[1], max(levels)) + 0.2 * (max(levels) - low))
+    axis.set_xlim(0, 1.15 * farthest)  # the numbers behind the bars have room
 
 
 def line(axis: Any, table: Table, x: str, number: str, **style: Any) -> None:

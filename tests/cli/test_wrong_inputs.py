@@ -87,3 +87,11 @@ def test_one_line_that_helps(command: str, words: str, place: Path, monkeypatch:
     assert words in error[-1]
     assert all(line.startswith("softmoe: ") for line in error)
     assert sorted(place.rglob("*")) == before
+
+
+def test_a_word_of_a_megabyte_is_not_said_again(capsys):
+    """The line stays one that fits on a screen or two."""
+    assert main(["doctor", "a" * 1_000_000]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("softmoe: error: ")
+    assert len(error) < 5000
