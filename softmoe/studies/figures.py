@@ -87,7 +87,7 @@ def waterfall(axis: Any, names: Sequence[str], path: Sequence[Table], number: st
         )
     axis.set_yticks(places, names)
     axis.set_ylim(-0.6, len(names) - 0.1)
-    axis.set_xlim(0, 1.15 * farthest)  # the numbers behind the bars have room
+    axis.set_xlim(0, 1.15 * (farthest or 1.0))  # the numbers behind the bars have room
 
 
 def line(axis: Any, table: Table, x: str, number: str, **style: Any) -> None:
