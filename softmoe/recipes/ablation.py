@@ -11,8 +11,8 @@ with all slots. As in the paper there are as many experts as tokens, with one sl
 `quickstart`. In the paper soft is first, identity and uniform are last.
 
 Time: 68 s of one core of an AMD EPYC (AVX2).
-Measured, mean of three seeds: identity 69.7 %, dense (with 2,503 steps) 37.8 %, soft_uniform 32.8 %, soft 27.8 %,
-uniform 25.2 %, one expert 23.7 %, uniform_soft 23.5 % (2026-11-17; soft above uniform_soft by 4.3 ± 4.8). Where a
+Measured: identity 69.7 %, dense (with 2,503 steps) 37.8 %, soft_uniform 32.8 %, soft 27.8 %, uniform 25.2 %, one expert
+23.7 %, uniform_soft 23.5 % (2026-11-17, mean of three seeds; soft above uniform_soft by 4.3 ± 4.8 points). Where a
 character fills the picture, a place is what counts: the router `placed` has 72.7 %.
 On Tiny-ImageNet-100 `softmoe study ablations` has identity first (docs/reproduction.md).
 """

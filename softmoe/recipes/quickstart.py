@@ -13,9 +13,9 @@ slots as there are tokens: a step costs what a dense one costs, and what differs
 router `placed` is not the paper's (docs/choices.md): each slot leans to its own part of the picture.
 
 Time: 69 s of one core of an AMD EPYC (AVX2).
-Measured, mean of three seeds: top-1 72.7 %, 10-shot on 100 other classes 76.2 %; four experts with a place 60.1 and
-64.3 %, one 36.8 and 47.3 %; the paper's layer 27.8 and 39.2 %, one expert of it 23.7 and 37.9 %; dense 37.8 and 46.9 %
-(2026-11-17). So experts pay here, 36 points of them where slots have a place; without one they are below dense at this
+Measured: top-1 72.7 %, 10-shot on 100 other classes 76.2 %; four experts with a place 60.1 and 64.3 %, one 36.8 and
+47.3 %; the paper's layer 27.8 and 39.2 %, one expert of it 23.7 and 37.9 %; dense 37.8 and 46.9 % (2026-11-17, mean of
+three seeds). So experts pay here, 36 points of them where slots have a place; without one they are below dense at this
 length (docs/experiments.md).
 """
 
