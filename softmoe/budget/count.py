@@ -133,6 +133,9 @@ class Cost:
         return asdict(self) | {"parts": {name: part._asdict() for name, part in self.parts.items()}}
 
 
+MAX_PARAMS, MAX_MACS = 10**18, 10**24
+
+
 def cost(model: VisionTransformer | ViTConfig | str, *, convention: Convention = "ours", **overrides: Any) -> Cost:
     """Return what a model, its configuration or its name costs; `overrides` are those of `create_model`.
 
@@ -145,10 +148,12 @@ def cost(model: VisionTransformer | ViTConfig | str, *, convention: Convention =
     config = checked(as_config(model, overrides))
     one_hot = convention == "paper"
     by_part = parts(config, one_hot=one_hot)
-    macs = sum(part.macs for part in by_part.values())
+    params, macs = (sum(getattr(part, name) for part in by_part.values()) for name in ("params", "macs"))
+    if params > MAX_PARAMS or macs > MAX_MACS:
+        raise ValueError("sizes of this model cannot be meant: it has over 10^18 parameters or 10^24 products an image")
     spared = round(macs_without_gradient(config, one_hot=one_hot))
     return Cost(
-        params=sum(part.params for part in by_part.values()),
+        params=params,
         macs=macs,
         forward_flops=2 * macs + elementwise(config, FORWARD, one_hot=one_hot),
         train_flops=6 * macs - 2 * spared + elementwise(config, TRAIN, one_hot=one_hot),

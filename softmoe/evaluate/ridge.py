@@ -140,6 +140,9 @@ class FewShotResult:
         }
 
 
+MAX_SEEDS = 10_000
+
+
 def few_shot(
     data: Mapping[str, tuple[Features, Features]],
     *,
@@ -150,8 +153,10 @@ def few_shot(
     l2_grid: Sequence[float] = L2_GRID,
 ) -> FewShotResult:
     """Accuracy on each data set's test features from k training features of each class. data: name -> (train, test)."""
-    if not shots or min(shots) < 1 or seeds < 1:
-        raise ValueError(f"shots and seeds must be at least 1, got shots {list(shots)} and {seeds} seeds")
+    if not shots or min(shots) < 1 or not 1 <= seeds <= MAX_SEEDS:
+        raise ValueError(
+            f"shots and seeds must be at least 1, seeds at most {MAX_SEEDS:,}: got shots {list(shots)}, {seeds} seeds"
+        )
     accuracies = {name: {k: [0.0] * seeds for k in shots} for name in data}
     chosen = {name: {k: [0.0] * seeds for k in shots} for name in data}
     on_test: dict[int, list[tuple[str, int, np.ndarray]]] = {k: [] for k in shots}

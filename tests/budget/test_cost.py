@@ -187,6 +187,8 @@ def test_the_random_state_is_left_alone() -> None:
         (lambda: cost("soft_s16_8e", blocks=(12,)), "MoE blocks"),
         (lambda: cost("tokens_choice_s16_2e", top_k=3), "top_k must be between 1 and the 2 experts"),
         (lambda: cost("soft_s16_8e", router="hard"), "unknown router 'hard'"),
+        (lambda: cost("vit_s16", num_classes=10**320), "cannot be meant"),
+        (lambda: cost("vit_s16", image_size=10**200), "cannot be meant"),
     ],
 )
 def test_mistakes(call, message: str) -> None:

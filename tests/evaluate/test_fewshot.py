@@ -183,6 +183,8 @@ def test_what_is_refused():
     good = blobs(3, 3, 4, 0)
     with pytest.raises(ValueError, match="at least 1"):
         few_shot({"a": (good, good)}, shots=())
+    with pytest.raises(ValueError, match="at most 10,000"):
+        few_shot({"a": (good, good)}, seeds=10**30)
     lacking = features(good.vectors[good.labels < 2], good.labels[good.labels < 2], 3)
     with pytest.raises(ValueError, match=r"1 of 3 classes have no training example \(the first is 'c2'\)"):
         few_shot({"a": (lacking, good)})
