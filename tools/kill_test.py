@@ -60,6 +60,7 @@ PRELOAD = [
     "matplotlib.pyplot",
     "torch._dynamo",
 ]
+LOG = "kill_test.log"
 DISK = 6 << 20  # bytes; a run has less than a third of that
 
 
@@ -69,7 +70,7 @@ def child(recipe: str, run: str, place: dict[str, str]) -> None:
 
     os.environ.update(place)
     runs, name = os.path.split(run)
-    with open(f"{runs}.log", "a") as log:
+    with Path(recipe).with_name(LOG).open("a") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     sys.exit(main(["train", recipe, "--runs", runs, "--run-name", name]))
@@ -273,20 +274,16 @@ def main(argv: list[str] | None = None) -> int:
         recipe.write_text(RECIPE.format(steps=options.steps, workers=options.workers))
         command = Command(context, recipe, options.ranks)
         if not command.finish(folder / "whole"):
-            print(Path(f"{folder}.log").read_text(), file=sys.stderr)
+            print((folder / LOG).read_text(), file=sys.stderr)
             return 1
         whole, right = outcome(folder / "whole"), True
         if options.kills + options.stops:
             right &= kill(command, folder, whole, options)
         if options.full:
             right &= fill_disks(command, folder, whole, options)
-        log = Path(f"{folder}.log")
-        if right:
-            log.unlink()
-        else:
-            shutil.copy(log, "kill_test.log")
-            print("what the runs said is in kill_test.log")
-            log.unlink()
+        if not right:
+            shutil.copy(folder / LOG, LOG)
+            print(f"what the runs said is in {LOG}")
     return 0 if right else 1
 
 
