@@ -105,6 +105,9 @@ class _Json:
         self.end = next((end for end in ends if end is not None), -1)
         if self.end < 0:
             raise ValueError(f"the tokenizer {name} has no end token: none of {', '.join(_ENDS)}")
+        largest = max(self.inner.get_vocab().values())
+        if largest >= self.size:
+            raise ValueError(f"the tokenizer {name} has the token number {largest}, but {self.size} tokens only")
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         with _reading(self.name):

@@ -114,6 +114,10 @@ def test_mistakes(tmp_path):
     values["model"] |= {"continuing_subword_prefix": "#" * 60, "merges": [["a", "b"]]}  # at this the package panics
     with pytest.raises(ValueError, match="not a tokenizer file"):
         Tokenizer("t.json", json.dumps(values).encode())
+    values = json.loads(train_tokenizer(["a b"], 300).data)
+    values["model"]["vocab"]["a"] = 297_000  # no row of a text tower would have that number
+    with pytest.raises(ValueError, match="the token number 297000, but"):
+        Tokenizer("t.json", json.dumps(values).encode())
     with pytest.raises(ValueError, match="there is no tokenizer file"):
         Tokenizer.open(tmp_path / "t.json")
     with pytest.raises(ValueError, match="at least 300 tokens"):
