@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from softmoe.models import create_model, list_models
+from softmoe.models.conventions import POOLS
 
 PREFIX = "softmoe_"
-
-
-POOLS = {"avg": "mean", "token": "class", "map": "attention"}
 
 
 def make(

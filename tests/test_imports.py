@@ -4,6 +4,7 @@ import ast
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -165,3 +166,11 @@ def test_rooms_export_what_they_list(name):
     assert list(module.__all__) == sorted(module.__all__)
     for public in module.__all__:
         assert hasattr(module, public)
+
+
+@pytest.mark.parametrize("name", ["softmoe", *(f"softmoe.{path.parent.name}" for path in ROOT.glob("*/__init__.py"))])
+def test_every_name_that_a_room_offers_is_there(name: str):
+    """Also where names are loaded when first used: a moved file must be known by its new place."""
+    offered = import_module(name)
+    for each in getattr(offered, "__all__", ()):
+        getattr(offered, each)

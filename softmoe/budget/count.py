@@ -148,7 +148,8 @@ def cost(model: VisionTransformer | ViTConfig | str, *, convention: Convention =
     config = checked(as_config(model, overrides))
     one_hot = convention == "paper"
     by_part = parts(config, one_hot=one_hot)
-    params, macs = (sum(getattr(part, name) for part in by_part.values()) for name in ("params", "macs"))
+    params = sum(part.params for part in by_part.values())
+    macs = sum(part.macs for part in by_part.values())
     if params > MAX_PARAMS or macs > MAX_MACS:
         raise ValueError("sizes of this model cannot be meant: it has over 10^18 parameters or 10^24 products an image")
     spared = round(macs_without_gradient(config, one_hot=one_hot))

@@ -139,7 +139,7 @@ class BenchArguments:
     device: str = "cpu"
     """cpu or cuda: layer, model, infer, routers and scaling can be timed on a GPU, with its own roofline and memory."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """What products are computed in on cuda."""
+    """The precision of products on a GPU."""
 
 
 def bench_command(argv: list[str]) -> int:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from softmoe.data.transforms import Transform, TransformConfig, to_tensor
 
 _HOMES = {
+    "augment": ("soft_labels",),
     "batch": ("Batch", "TooManyBroken"),
-    "blend": ("soft_labels",),
     "decode": ("BrokenImage",),
     "feed": ("Feed", "fed"),
     "loader": ("Loader", "WorkerDied", "evaluation_batches"),

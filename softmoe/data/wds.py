@@ -138,18 +138,18 @@ def open_wds(
             "the name differs, or add ?split_name=any if these are the right shards."
         )
     named = pattern.replace("{split}", split)
-    remote = _ADDRESS.match(pattern) is not None
-    files = [fetched(address) for address in addresses(named)] if remote else expand(named)
+    if _ADDRESS.match(pattern):
+        places = addresses(named)
+        files, titles = [fetched(place) for place in places], [place.rsplit("/", 1)[-1] for place in places]
+        beside = _beside(named)
+    else:
+        files = expand(named)
+        titles, beside = [path.name for path in files], files[0].parent / "classes.json"
     shards = [unpacked(path) for path in files]
-    titles = [address.rsplit("/", 1)[-1] for address in addresses(named)] if remote else [path.name for path in files]
     rows = [row for number, shard in enumerate(shards) for row in _index(number, shard, titles[number])]
     if not rows:
         raise ValueError(f"The shards of {pattern!r} hold no images; an example needs a part {' or '.join(_IMAGES)}.")
-    names = _class_names(
-        _beside(named) if remote else files[0].parent / "classes.json",
-        rows,
-        positive_int("classes", classes) if classes else 0,
-    )
+    names = _class_names(beside, rows, positive_int("classes", classes) if classes else 0)
     return WdsSource(titles, shards, rows, names, positive_int("mix", mix) if order == "shards" else None)
 
 
@@ -267,22 +267,22 @@ def _caption_facts(facts: object) -> tuple[str, ...]:
     return tuple(sentence for sentence in sentences if isinstance(sentence, str))
 
 
-def _beside(pattern: str) -> Path:
-    """Return a copy of the classes.json beside shards at addresses, or a path where there is nothing."""
+def _beside(pattern: str) -> Path | None:
+    """Return a copy of the classes.json beside shards at addresses, if there is one."""
     try:
         return fetched(f"{pattern.rsplit('/', 1)[0]}/classes.json")
     except ValueError:
-        return Path("classes.json/is/not/there")
+        return None
 
 
-def _class_names(file: Path, rows: list[_Row], stated: int) -> tuple[str, ...]:
+def _class_names(file: Path | None, rows: list[_Row], stated: int) -> tuple[str, ...]:
     labelled = [row for row in rows if row.labels is not None]
     if labelled and len(labelled) < len(rows):
         bare = next(row for row in rows if row.labels is None)
         raise ValueError(f"Some examples have labels but {bare.key} has none; give all or none a cls or json part.")
     largest = max((max(row.labels or (), default=-1) for row in rows), default=-1)
     count = count_classes(largest, len(rows), stated)
-    if not labelled or not file.is_file():
+    if not labelled or file is None or not file.is_file():
         return tuple(str(i) for i in range(count))
     titles = read_json(file)
     if not isinstance(titles, dict | list):

@@ -1,5 +1,7 @@
-"""What frozen features tell: few-shot accuracy (its mathematics is in ridge.py), votes of the nearest neighbors, and a
-linear classifier trained by SGD.
+"""Measure how well frozen features tell classes apart.
+
+By few-shot accuracy (its mathematics is in ridge.py), votes of the nearest neighbors, and a linear classifier trained
+by SGD.
 
 Letters: n training images, t test images, D features, C classes, R learning rates tried at once.
 """

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from softmoe.models.heads import Head
 
+POOLS = {"avg": "mean", "token": "class", "map": "attention"}
+"""timm's names of what ours are called."""
+
 
 class TimmHabits(nn.Module):
     """The names by which timm's training and feature code speaks to a vision transformer."""
@@ -44,10 +47,7 @@ class TimmHabits(nn.Module):
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Put a new head on, for so many classes; 0 takes the head off."""
-        if (
-            global_pool is not None
-            and {"avg": "mean", "token": "class", "map": "attention"}.get(global_pool, global_pool) != self.config.pool
-        ):
+        if global_pool is not None and POOLS.get(global_pool, global_pool) != self.config.pool:
             raise ValueError(f"the pool of a trained model stays {self.config.pool!r}, so it cannot be {global_pool!r}")
         like = next(self.parameters())
         self.config = replace(self.config, num_classes=num_classes or None)

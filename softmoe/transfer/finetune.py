@@ -149,7 +149,7 @@ def run_of(checkpoint: Path) -> RunFolder:
 
 
 def branch_config(old: TrainConfig, step: int, cooldown: int, run_name: str, runs: str) -> TrainConfig:
-    """The same rates up to `step`, then a straight line to zero."""
+    """Return the settings of a branch: the rates of the old run up to `step`, then a straight line to zero."""
     if cooldown < 1:
         raise ValueError(f"a branch needs a cooldown of at least 1 step, got {cooldown}")
     if step < old.schedule.warmup:

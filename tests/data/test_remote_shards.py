@@ -26,7 +26,7 @@ def shards(tmp_path: Path, write_tar, encoded, picture) -> Path:
 
 @pytest.fixture
 def address(shards: Path) -> str:
-    """The same files in fsspec's memory."""
+    """Put the shards into fsspec's file system in memory, and return its address."""
     system = fsspec.filesystem("memory")
     for path in shards.iterdir():
         system.pipe_file(f"/bucket/{path.name}", path.read_bytes())

@@ -137,7 +137,7 @@ def train_cases(rank: int, world: int, cases: list[tuple[str, int, int]]) -> dic
 
 
 def start_on_ranks(rank: int, meshes: list[tuple[int, int]]) -> list[tuple[dict[str, Tensor], list[int]]]:
-    """Of a model that is spread while it is built: its weights, and how many blocks are whole as each is added."""
+    """Spread a model while it is built; return its weights, and how many blocks are whole as each is added."""
     results = []
     for sizes in meshes:
         mesh, blocks, whole_blocks = parallel.make_mesh(*sizes), [], []
