@@ -1,12 +1,12 @@
-"""N independent MLPs as stacked weights: one batched product per linear, no loop over experts.
+"""N independent MLPs as stacked weights: one batched product per linear layer, no loop over experts.
 
 Letters: N experts, S rows per expert, D width, H hidden width.
 
-Both weights are stored (N, D, H): with few rows per expert the time is that of reading them, and the second product
-reads rows of H numbers faster than rows of D.
+Both weights are stored as (N, D, H): with few rows per expert the time is that of reading the weights, and the second
+product reads rows of H numbers faster than rows of D.
 
-First weights of all layers are drawn here, with the fans said outright: stacked and packed tensors would give the wrong
-ones. On the meta device there is nothing to fill, and torch would spend seconds on finding out how: nothing is drawn.
+The initializers of all layers are here and are told the fans: torch would read wrong ones off stacked and packed
+tensors. They skip the meta device, where there is nothing to fill and torch would spend seconds.
 """
 
 import math
@@ -20,7 +20,7 @@ from softmoe.moe.routing import at_least_one
 
 
 class QuickGELU(nn.Module):
-    """x sigmoid(1.702 x), the GELU of OpenAI's CLIP."""
+    """The approximation x * sigmoid(1.702 x) of the GELU, as OpenAI's CLIP has it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.sigmoid(1.702 * x)
@@ -34,7 +34,7 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 
 
 def lecun_normal_(weight: Tensor, fan_in: int) -> None:
-    """Normal of variance 1/fan_in, cut at two standard deviations (0.8796 is the deviation left after the cut)."""
+    """Draw from a normal of variance 1/fan_in, cut at two standard deviations, which leaves 0.8796 of the deviation."""
     std = math.sqrt(1.0 / fan_in) / 0.87962566103423978
     if not weight.is_meta:
         nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
@@ -58,11 +58,11 @@ def make_gelu(activation: str) -> nn.Module:
 
 
 class Experts(nn.Module):
-    """(N, S, D) -> (N, S, D): gelu(x w1 + b1) w2^T + b2, each expert with its own weights.
+    """N experts in one module, (N, S, D) -> (N, S, D): each computes gelu(x w1 + b1) w2^T + b2 with its own weights.
 
     `identical_init=True` starts all experts as copies of one draw, as the reference code does; the router must
-    then break the symmetry. False draws each expert on its own. `activation` is gelu_tanh, as in the paper's code,
-    gelu, the exact one, or quick_gelu, that of CLIP.
+    then break the symmetry. False draws each expert on its own. `activation` is gelu_tanh (the paper's code), gelu
+    (exact) or quick_gelu (CLIP).
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class Experts(nn.Module):
         activation: str = "gelu_tanh",
     ):
         super().__init__()
-        D, H, N = at_least_one("dim", dim), at_least_one("hidden_dim", hidden_dim), num_experts
-        at_least_one("num_experts", N)
+        D, H = at_least_one("dim", dim), at_least_one("hidden_dim", hidden_dim)
+        N = at_least_one("num_experts", num_experts)
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"dropout must be in [0, 1), got {dropout}")
         self.dim, self.hidden_dim, self.num_experts = D, H, N
@@ -92,7 +92,7 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The fans are those of one expert (D and H), never those of the stacked tensor."""
+        """Draw the weights with the fans of one expert (D and H), never those of the stacked tensor."""
         drawn = slice(0, 1) if self.identical_init else slice(None)
         with torch.no_grad():
             for weight, bias in ((self.w1, self.b1), (self.w2, self.b2)):
@@ -108,7 +108,7 @@ class Experts(nn.Module):
             )
         hidden_NSH = torch.baddbmm(self.b1.unsqueeze(1), x_NSD, self.w1)
         active_NSH = F.dropout(self.gelu(hidden_NSH), self.dropout, self.training)
-        # the weights stand left, so that autograd makes their gradient in their own layout
+        # w2 is the left factor, so that autograd makes its gradient in w2's own layout
         y_NDS = torch.baddbmm(self.b2.unsqueeze(2), self.w2, active_NSH.transpose(1, 2))
         return F.dropout(y_NDS.transpose(1, 2), self.dropout, self.training)
 

@@ -1,4 +1,4 @@
-"""Routers whose weights do not depend on what the tokens say: the paper's ablations (section 3.6, Appendix A).
+"""The paper's ablations (section 3.6, Appendix A): routers that mix tokens with fixed weights, one or both ways.
 
 Letters: B images, M tokens, D width, N experts, P slots per expert.
 """
@@ -19,10 +19,10 @@ class IdentityConfig(RouterConfig, name="identity"):
 
 
 class IdentityRouter(Router):
-    """Tokens are not mixed: token i goes to expert i mod N, whole, and comes back with weight 1.
+    """A router that does not mix tokens: token i goes to expert i mod N, and comes back with weight 1.
 
-    An expert gets as many rows as the round robin needs, ceil(M / N), so no token is ever dropped, whatever the
-    numbers of tokens and experts are. With M = N this is the identity matrix for dispatch and combine.
+    Every expert has ceil(M / N) rows, so that no token is ever dropped. With M = N dispatch and combine are the
+    identity matrix.
     """
 
     def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> SparseRouting:
@@ -50,7 +50,10 @@ class UniformConfig(RouterConfig, name="uniform"):
 
 
 class UniformRouter(Router):
-    """Every slot is the mean token, every token gets the mean slot. Experts differ only by their first weights."""
+    """A router whose slots are all the mean token, and whose tokens all get the mean slot.
+
+    Experts then differ only by their initial weights.
+    """
 
     def __init__(self, dim: int, num_experts: int, slots_per_expert: int = 1):
         super().__init__(dim, num_experts)
@@ -74,10 +77,9 @@ class SoftUniformConfig(SoftConfig, name="soft_uniform"):
 
 
 class SoftUniformRouter(SoftRouter):
-    """Learned dispatch, uniform combine: every token of an image gets the same update."""
+    """A router with learned dispatch and uniform combine: every token of an image gets the same update."""
 
-    def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> DenseRouting:
-        logits_BMNP = self.logits(x_BMD, mask)
+    def routing(self, logits_BMNP: Tensor, mask: Tensor | None) -> DenseRouting:
         flat_BMNP = torch.zeros_like(logits_BMNP)
         return DenseRouting(softmax_over_tokens(logits_BMNP, mask), softmax_over_slots(flat_BMNP, mask))
 
@@ -89,9 +91,8 @@ class UniformSoftConfig(SoftConfig, name="uniform_soft"):
 
 
 class UniformSoftRouter(SoftRouter):
-    """Uniform dispatch, learned combine: every slot is the mean token."""
+    """A router with uniform dispatch and learned combine: every slot is the mean token."""
 
-    def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> DenseRouting:
-        logits_BMNP = self.logits(x_BMD, mask)
+    def routing(self, logits_BMNP: Tensor, mask: Tensor | None) -> DenseRouting:
         flat_BMNP = torch.zeros_like(logits_BMNP)
         return DenseRouting(softmax_over_tokens(flat_BMNP, mask), softmax_over_slots(logits_BMNP, mask))

@@ -1,4 +1,4 @@
-"""An MoE layer is a router and experts, in an MLP's place or beside one.
+"""The MoE layer: a router and experts, in place of an MLP or beside one.
 
 Letters: B images, M tokens, D width, N experts, S rows per expert.
 """
@@ -11,9 +11,10 @@ from softmoe.moe.soft import SoftRouter
 
 
 class MoE(nn.Module):
-    """(B, M, D) -> (B, M, D). `mask` is True at real tokens; the others give nothing and receive zero.
+    """A router and experts as one layer, (B, M, D) -> (B, M, D).
 
-    `grid` is (rows, columns) of an image's cells, for routers that ask where tokens stand.
+    `mask` is True at real tokens; the others are not read and receive zero. `grid` is (rows, columns) of the image's
+    patches, for routers that use the place of a token.
     """
 
     def __init__(self, router: Router, experts: nn.Module):
@@ -33,12 +34,12 @@ class MoE(nn.Module):
 
 
 class SoftMoE(MoE):
-    """The ready-made Soft MoE layer, to stand where an MLP stands.
+    """The ready-made Soft MoE layer, a replacement for an MLP.
 
-    Takes tokens (B, M, D), single vectors (B, D) and feature maps (B, D, height, width); returns the same shape.
-    Use about as many slots (experts x slots per expert) as tokens for the cost of one MLP. The number of slots is
-    fixed, the number of tokens is free. `normalize`, `noise_std` and `scale_init` are options of the router (see
-    SoftConfig), `activation` (gelu_tanh or gelu), `dropout` and `identical_init` of the experts (see Experts).
+    It takes tokens (B, M, D), single vectors (B, D) and feature maps (B, D, height, width) and returns the same shape.
+    About as many slots (experts x slots per expert) as tokens cost as much as one MLP. The number of slots is fixed,
+    the number of tokens is free. `normalize`, `noise_std` and `scale_init` are options of the router (see SoftConfig),
+    `activation`, `dropout` and `identical_init` of the experts (see Experts).
     """
 
     def __init__(
@@ -92,11 +93,12 @@ class SoftMoE(MoE):
 
 
 class ExpertsBeside(MoE):
-    """Add experts to any (B, M, D) -> (B, M, D) module, which stays: y = mlp(x) + combine(experts(dispatch(x))).
+    """A kept MLP with experts beside it: y = mlp(x) + combine(experts(dispatch(x))).
 
-    The experts' output matrix and bias start at zero, so that a trained model with this in its MLP's place gives at
-    first exactly what it gave before. Experts may then be narrow (hidden width R far below that of the MLP) and slots
-    few: with S slots for M tokens the experts cost 3 M S D + 2 S R D multiply-accumulates beside the MLP's 2 M H D.
+    `mlp` is any (B, M, D) -> (B, M, D) module. The experts' output matrix and bias start at zero, so that a trained
+    model whose MLP becomes this one gives at first exactly what it gave before. Experts may be narrow (hidden width R
+    far below the MLP's H) and slots few: S slots for M tokens cost 3 M S D + 2 S R D multiply-accumulates beside the
+    MLP's 2 M H D.
     """
 
     def __init__(self, mlp: nn.Module, router: Router, experts: Experts):

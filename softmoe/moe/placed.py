@@ -1,14 +1,14 @@
-"""Soft MoE routing with a place beside the content. This is ours, not the paper's: see docs/choices.md.
+"""Soft MoE routing in which slots prefer a place in the image. This is ours, not the paper's: see docs/choices.md.
 
 Letters: B images, M tokens, D width, N experts, P slots per expert.
 
-Every slot also has a learned center and width on the unit square that the image covers. The squared distance from a
-token to the center, over the squared width, is taken from the logit of Algorithm 1:
+The image is the unit square. Every slot also has a learned center and width there, and the squared distance from a
+token to that center, over the squared width, is subtracted from the logit of Algorithm 1:
 
     logit(token, slot) = scale * cosine(token, slot vector) - |place of token - center of slot|^2 / width of slot^2
 
-so a slot leans to the tokens near its center, and what they say can still win. Places are shares of the image, so
-another image size asks the same slots at a finer or a coarser grid. The centers start on an even grid.
+So a slot prefers the tokens near its center, but the content of a token can outweigh its place. Places are fractions
+of the image, so the same slots work at any image size. The centers start on an even grid.
 """
 
 import math
@@ -26,14 +26,14 @@ Grid = tuple[int, int]
 @dataclass(frozen=True)
 class PlacedConfig(SoftConfig, name="placed"):
     place_init: float = 4.0
-    """How much a slot's logit has fallen, at the start, one step further on the grid of centers."""
+    """How much a slot's logit falls, at the start, from its center to the next one on the grid of centers."""
 
     def build(self, dim: int) -> Router:
         return PlacedRouter(dim, **vars(self))
 
 
 class PlacedRouter(SoftRouter):
-    """Soft routing in which slots lean to places. The options are those of PlacedConfig.
+    """A Soft router whose slots prefer places. PlacedConfig describes the options.
 
     `grid` is (rows, columns): the last rows * columns tokens are the cells of an image, row by row. Tokens before them,
     such as a class token, have no place. Without a grid no token has one, and the router is the plain Soft router.
@@ -65,7 +65,7 @@ class PlacedRouter(SoftRouter):
 
 
 class Place(nn.Module):
-    """A center (row, column) and the logarithm of a width for each slot, in shares of the image."""
+    """Learns for each slot a center (row, column) and the logarithm of a width, as fractions of the image."""
 
     def __init__(self, num_experts: int, slots_per_expert: int, strength: float):
         super().__init__()
@@ -77,17 +77,16 @@ class Place(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The next center of the grid is a row away: there the logit has fallen by the strength."""
+        """Put the centers on an even grid, and let the logit fall by `strength` within one of its rows."""
         N, P, _ = self.center.shape
-        centers = even_grid(N * P)
         with torch.no_grad():
-            self.center.copy_(torch.tensor(centers).view(N, P, 2))
-            self.log_width.fill_(-math.log(rows_of(N * P) * math.sqrt(self.strength)))
+            self.center.copy_(torch.tensor(even_grid(N * P)).view(N, P, 2))
+            self.log_width.fill_(-math.log(grid_rows(N * P) * math.sqrt(self.strength)))
 
     def forward(self, grid: Grid, tokens: int) -> Tensor:
-        """(M, N, P): what is added to the logits of an image's tokens.
+        """Return the (M, N, P) numbers that are added to the logits of an image's tokens.
 
-        A token without a place counts in every slot as much as the placed ones do on average.
+        A token without a place weighs in every slot as much as the placed ones do on average.
         """
         rows, columns = grid
         prefix = tokens - rows * columns
@@ -106,12 +105,12 @@ class Place(nn.Module):
         return torch.cat([mean_1NP.expand(prefix, -1, -1), bias_MNP])
 
 
-def rows_of(count: int) -> int:
+def grid_rows(count: int) -> int:
     return max(1, round(math.sqrt(count)))
 
 
 def even_grid(count: int) -> list[tuple[float, float]]:
-    """So many points of the unit square in even rows; where the rows do not divide them, the first have one more."""
-    rows = rows_of(count)
+    """Return `count` points of the unit square in even rows, of which the first may have one more than the last."""
+    rows = grid_rows(count)
     lengths = [count // rows + (row < count % rows) for row in range(rows)]
     return [((row + 0.5) / rows, (k + 0.5) / length) for row, length in enumerate(lengths) for k in range(length)]

@@ -1,4 +1,4 @@
-"""Look at a model from outside and leave it as it was: its routers' decisions, its outputs in evaluation mode."""
+"""Record the routings of a model from outside, and run it in evaluation mode, leaving it as it was."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,11 +11,11 @@ from softmoe.moe.routing import Router, Routing
 
 
 class Recording:
-    """The MoE layers of a model, by name and in the model's order, and the Routing each made in the last pass.
+    """Keeps the Routing that each MoE layer of a model made in the last recorded forward pass, by the layer's name.
 
-    `with recording:` around a forward pass keeps the routings. Outside of it the hooks do nothing, so passes that the
-    backward repeats (gradient checkpointing) and evaluations are not seen. A later pass replaces what an earlier one
-    left, so memory stays that of one batch.
+    `with recording:` around a forward pass records it. Outside of it the hooks do nothing, so that evaluations, and
+    passes repeated by gradient checkpointing, are not recorded. A later pass replaces the routings of an earlier one,
+    so memory stays that of one batch.
     """
 
     def __init__(self, model: nn.Module):
@@ -41,25 +41,26 @@ class Recording:
         self.active = False
 
     def clear(self) -> None:
-        """Let the tensors go."""
+        """Free the recorded tensors."""
         self.routings.clear()
 
     def close(self) -> None:
-        """Take the hooks off the model. What was recorded stays readable."""
+        """Remove the hooks from the model. The recorded routings stay."""
         for hook in self._hooks:
             hook.remove()
 
     def auxiliary_loss(self) -> Tensor | None:
-        """Sum over the layers of the balance losses (each has its weight already); None where no router has one."""
+        """Return the sum of the layers' balance losses, which are weighted already; None where no router has one."""
         losses = [r.auxiliary_loss for r in self.routings.values() if getattr(r, "loss", None) is not None]
         return torch.stack(losses).sum() if losses else None
 
 
 @contextmanager
 def record(model: nn.Module) -> Iterator[Recording]:
-    """`with record(model) as recording: model(images)` leaves each layer's Routing in `recording.routings`.
+    """Record the forward passes made in this context.
 
-    Recordings may be nested; the hooks are gone when the context ends, however it ends.
+    `with record(model) as recording: model(images)` leaves each layer's Routing in `recording.routings`. Recordings may
+    be nested; the hooks are removed when the context ends, however it ends.
     """
     recording = Recording(model)
     try:
@@ -70,18 +71,18 @@ def record(model: nn.Module) -> Iterator[Recording]:
 
 
 def moe_layers(model: nn.Module) -> dict[str, Router]:
-    """{layer: router}, where a layer is the path of its router without the last word."""
+    """Return the router of each MoE layer, by the layer's name: the path of the router without its last word."""
     return {layer_name(path): module for path, module in model.named_modules() if isinstance(module, Router)}
 
 
 def layer_name(path: str) -> str:
-    """encoder.blocks.3.mlp for encoder.blocks.3.mlp.router; the layer alone, without a model, is called moe."""
+    """Return encoder.blocks.3.mlp for encoder.blocks.3.mlp.router; a layer without a model around it is called moe."""
     return "moe" if path in ("", "router") else path.removesuffix(".router")
 
 
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
-    """Turn dropout and routing noise off; afterwards each model is in the mode it was in."""
+    """Put models in evaluation mode (no dropout, no routing noise) and back in their own when the context ends."""
     modes = [model.training for model in models]
     for model in models:
         model.eval()

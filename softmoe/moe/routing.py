@@ -3,8 +3,8 @@
 Letters: B images, M tokens, D width, N experts, P slots per expert, S rows per expert (B*P for dense routings),
 T = B*M tokens in all, R = N*S slots in all.
 
-A router looks at the tokens and returns a `Routing`. A routing moves tokens into the experts' slots and brings
-the outputs back; the experts never learn which router filled them:
+A router looks at the tokens and returns a `Routing`, which moves tokens into the experts' slots and their outputs back.
+The experts never know which router filled their slots:
 
     routing = router(x_BMD, mask)
     y_BMD = routing.combine(experts(routing.dispatch(x_BMD)))
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 
 class Routing(ABC):
-    """The ways of one batch's tokens into the slots and back."""
+    """Moves the tokens of one batch into the experts' slots, and the experts' outputs back to the tokens."""
 
     @abstractmethod
     def dispatch(self, x_BMD: Tensor) -> Tensor:
@@ -30,19 +30,19 @@ class Routing(ABC):
 
     @abstractmethod
     def combine(self, slots_NSD: Tensor) -> Tensor:
-        """Bring the slots back to the tokens: (N, S, D) -> (B, M, D)."""
+        """Compute the tokens from the slots: (N, S, D) -> (B, M, D)."""
 
     @property
     @abstractmethod
     def auxiliary_loss(self) -> Tensor:
-        """Scalar to add to the training loss, zero where the router has none."""
+        """A scalar to add to the training loss, zero where the router has none."""
 
 
 class Router(nn.Module, ABC):
-    """Base of all routers: `router(x_BMD, mask=None) -> Routing`. The mask (B, M) is True at real tokens.
+    """The base of all routers: `router(x_BMD, mask=None) -> Routing`. The mask (B, M) is True at real tokens.
 
-    A router that asks where tokens stand sets `takes_grid` and is called with a third argument, the (rows, columns) of
-    the image's cells, which are the last tokens; None for tokens of no image.
+    A router that uses the place of a token sets `takes_grid` and is called with a third argument, the (rows, columns)
+    of the image's patches, which are the last tokens; None for tokens of no image.
     """
 
     takes_grid: ClassVar[bool] = False
@@ -57,14 +57,14 @@ class Router(nn.Module, ABC):
 
 
 ROUTERS: "dict[str, type[RouterConfig]]" = {}
-"""The configuration class of every router, by the router's name. Classes enter themselves when they are defined."""
+"""The configuration class of every router, by the router's name. Defining such a class registers it."""
 
 
 @dataclass(frozen=True)
 class RouterConfig(ABC):
-    """The options of one router: the fields of its own config are the arguments of its constructor, `dim` apart.
+    """The options of one router. Its fields are the arguments of the router's constructor, except `dim`.
 
-    `class MineConfig(RouterConfig, name="mine")` is all that names, recipes and the command line need to know of it.
+    `class MineConfig(RouterConfig, name="mine")` makes the router known to model names, recipes and the command line.
     """
 
     name: ClassVar[str]
@@ -83,10 +83,10 @@ class RouterConfig(ABC):
 
 @dataclass(frozen=True)
 class SparseRouting(Routing):
-    """Every slot holds at most one token; rows are moved by index.
+    """A routing in which every slot holds at most one token; rows are moved by index.
 
-    token_of_slot_NS   which of the B*M tokens lies in the slot, or B*M where the slot is empty
-    gate_NS            the weight its output has in that token (0 where empty)
+    token_of_slot_NS   which of the B*M tokens the slot holds, or B*M where the slot is empty
+    gate_NS            the weight of the slot's output in that token (0 where empty)
     mask_T             True at real tokens, flat over B*M
     """
 
@@ -106,7 +106,15 @@ class SparseRouting(Routing):
 
     @cached_property
     def _moves(self) -> "Moves":
-        return moves_of(self.token_of_slot_NS.flatten(), self.mask_T.numel())
+        token_R = self.token_of_slot_NS.flatten()
+        count_T = self._slots_per_token
+        return Moves(token_R, token_R.argsort(stable=True), count_T.cumsum(0) - count_T)
+
+    @cached_property
+    def _slots_per_token(self) -> Tensor:
+        """The number of slots that hold each token, (T + 1,); the last counts empty slots."""
+        token_R = self.token_of_slot_NS.flatten()
+        return token_R.new_zeros(self.mask_T.numel() + 1).index_add(0, token_R, torch.ones_like(token_R))
 
     @property
     def auxiliary_loss(self) -> Tensor:
@@ -114,20 +122,17 @@ class SparseRouting(Routing):
 
     @cached_property
     def experts_per_token(self) -> Tensor:
-        """(B, M) int, the number of slots that hold each token."""
-        B, M = self.shape
-        count_T = self.token_of_slot_NS.new_zeros(B * M + 1)
-        token_R = self.token_of_slot_NS.flatten()
-        return count_T.index_add(0, token_R, torch.ones_like(token_R))[:-1].view(B, M)
+        """The number of slots that hold each token, (B, M) int."""
+        return self._slots_per_token[:-1].view(self.shape)
 
     @cached_property
     def dropped(self) -> Tensor:
-        """(B, M) bool: real tokens that no expert processes. They get exactly 0 from the layer."""
+        """True at real tokens that no expert processes, (B, M) bool. The layer's output there is exactly 0."""
         return (self.experts_per_token == 0) & self.mask_T.view(self.shape)
 
     @cached_property
     def load(self) -> Tensor:
-        """(N,) int: filled slots per expert."""
+        """The number of filled slots of each expert, (N,) int."""
         return (self.token_of_slot_NS < self.mask_T.numel()).sum(1)
 
 
@@ -144,7 +149,7 @@ def not_negative(name: str, value: float) -> float:
 
 
 def check_tokens(x_BMD: Tensor, mask: Tensor | None, dim: int) -> None:
-    """One clear sentence for a wrong rank, width, type or mask, before a product five levels down fails."""
+    """Raise ValueError for tokens or a mask of the wrong shape or type, before a product further down fails."""
     if x_BMD.ndim != 3 or x_BMD.shape[-1] != dim:
         raise ValueError(f"expected tokens of shape (batch, tokens, {dim}), got {tuple(x_BMD.shape)}")
     if not x_BMD.is_floating_point():
@@ -166,43 +171,38 @@ def check_tokens(x_BMD: Tensor, mask: Tensor | None, dim: int) -> None:
 
 
 def routing_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Logits and softmaxes are computed in float32 at least, whatever the model runs in."""
+    """Return the type that logits and softmaxes are computed in: float32 at least, whatever the model runs in."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def no_autocast(x: Tensor) -> AbstractContextManager:
-    """Products inside keep their dtype under autocast, which the meta device does not have."""
-    if x.is_meta:  # torch's own question, is_autocast_available, cannot be compiled by torch 2.9
+    """Return a context without autocast, in which products keep the dtype of their factors."""
+    if x.is_meta:  # has no autocast; torch 2.9 cannot compile its own is_autocast_available
         return nullcontext()
     return torch.autocast(x.device.type, enabled=False)
 
 
 class Moves(NamedTuple):
-    """Rows moved by index, to slots and back. Slot r holds token `token_R[r]`, or none where that is T.
+    """Indices that move rows from tokens to slots and back. Slot r holds token `token_R[r]`, or none where that is T.
 
-    The gradients of both moves are moves again: autograd's own rules would weigh a copy of all slots, add rows one by
-    one, and keep what they need for both.
+    The gradient of each move is the other move. Autograd's own rules would multiply a copy of all slots, add rows one
+    by one, and keep more tensors.
     """
 
     token_R: Tensor
     order_R: Tensor
-    """Slots by token, empty ones last."""
+    """Slots sorted by their token, empty ones last."""
     first_T: Tensor
-    """(T + 1,) the place in that order at which each token's slots begin."""
-
-
-def moves_of(token_R: Tensor, tokens: int) -> Moves:
-    count_T = token_R.new_zeros(tokens + 1).index_add(0, token_R, torch.ones_like(token_R))
-    return Moves(token_R, token_R.argsort(stable=True), count_T.cumsum(0) - count_T)
+    """(T + 1,) where each token's slots begin in that order."""
 
 
 def to_slots(x_TD: Tensor, moves: Moves) -> Tensor:
-    """(R, D): the row of each slot's token, zeros in empty slots."""
+    """Return for each slot the row of its token, (R, D), zeros in empty slots."""
     return _ToSlots.apply(x_TD, *moves)  # pyright: ignore[reportReturnType]
 
 
 def to_tokens(slots_RD: Tensor, weight_R: Tensor, moves: Moves) -> Tensor:
-    """(T, D): each token's weighted sum of its slots."""
+    """Return for each token the weighted sum of its slots, (T, D)."""
     return _ToTokens.apply(slots_RD, weight_R, *moves)  # pyright: ignore[reportReturnType]
 
 

@@ -2,12 +2,14 @@
 
 Letters: B images, M tokens, D width, N experts, P slots per expert, S = N*P slots.
 
-Each slot has a learned vector. Tokens and slot vectors are normalized and compared; the same logits give
+Each slot has a learned vector, a column of phi. With the tokens X of one image:
 
-    dispatch weights   softmax over the tokens:  each slot is a weighted average of all tokens of its image
-    combine weights    softmax over the slots:   each token is a weighted average of all slot outputs
+    logits   = normalize(X) @ (scale * normalize(phi))     (M, S)
+    slots    = softmax(logits, over tokens).T @ X          dispatch: a slot is a weighted average of all tokens
+    outputs  = each expert applied to its own P slots
+    Y        = softmax(logits, over slots) @ outputs       combine: a token is a weighted average of all slot outputs
 
-The routing normalizes a private copy; the tokens that are mixed are the ones that came in.
+Only the logits see normalized tokens: the tokens that are mixed are the ones that came in.
 """
 
 from dataclasses import dataclass
@@ -36,16 +38,16 @@ class SoftConfig(RouterConfig, name="soft"):
     normalize: bool = True
     """Normalize tokens and slot vectors. False gives plain logits x @ phi, as in the paper's study of collapse."""
     noise_std: float = 0.0
-    """Deviation of the Gaussian noise on the logits in training mode."""
+    """Standard deviation of the Gaussian noise added to the logits in training mode."""
     scale_init: float = 1.0
-    """The first value of the learned scale of the normalized logits."""
+    """Initial value of the learned scale of the normalized logits."""
 
     def build(self, dim: int) -> Router:
         return SoftRouter(dim, **vars(self))
 
 
 class SoftRouter(Router):
-    """Slot (n, p) belongs to expert n. The options are those of SoftConfig."""
+    """The router of Soft MoE; slot (n, p) belongs to expert n. SoftConfig describes the options."""
 
     def __init__(
         self,
@@ -66,18 +68,19 @@ class SoftRouter(Router):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The reference draws phi with fan-in D*N. Only its direction matters, but the small norm lets it turn fast."""
+        """Draw phi with fan-in D*N, as the reference does: only its direction counts, and a small norm turns fast."""
         lecun_normal_(self.phi, fan_in=self.dim * self.num_experts)
         if self.scale is not None:
             nn.init.constant_(self.scale, self.scale_init)
 
+    def extra_repr(self) -> str:
+        return (
+            f"{self.dim}, num_experts={self.num_experts}, slots_per_expert={self.slots_per_expert}, "
+            f"normalize={self.scale is not None}"
+        )
+
     def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> "DenseRouting":
         return self.routing(self.logits(x_BMD, mask), mask)
-
-    def routing(self, logits_BMNP: Tensor, mask: Tensor | None) -> "DenseRouting":
-        dispatch_BMNP = softmax_over_tokens(logits_BMNP, mask)
-        combine_BMNP = softmax_over_slots(logits_BMNP, mask)
-        return DenseRouting(dispatch_BMNP, combine_BMNP)
 
     def logits(self, x_BMD: Tensor, mask: Tensor | None = None) -> Tensor:
         check_tokens(x_BMD, mask, self.dim)
@@ -87,7 +90,7 @@ class SoftRouter(Router):
         return logits_BMS.unflatten(2, (self.num_experts, self.slots_per_expert))
 
     def similarity(self, x_BMD: Tensor) -> Tensor:
-        """Every token with every slot vector, (B, M, S)."""
+        """Compare every token with every slot vector: (B, M, S)."""
         dtype = routing_dtype(x_BMD.dtype)
         with no_autocast(x_BMD):
             tokens_BMD = x_BMD.to(dtype)
@@ -97,15 +100,16 @@ class SoftRouter(Router):
                 slots_DS = l2_normalize(slots_DS, dim=0) * self.scale.to(dtype)
             return tokens_BMD @ slots_DS
 
-    def extra_repr(self) -> str:
-        return (
-            f"{self.dim}, num_experts={self.num_experts}, slots_per_expert={self.slots_per_expert}, "
-            f"normalize={self.scale is not None}"
-        )
+    def routing(self, logits_BMNP: Tensor, mask: Tensor | None) -> "DenseRouting":
+        return DenseRouting(softmax_over_tokens(logits_BMNP, mask), softmax_over_slots(logits_BMNP, mask))
+
+
+def l2_normalize(x: Tensor, dim: int) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(dim, keepdim=True) + EPS)
 
 
 def softmax_over_tokens(logits_BMNP: Tensor, mask: Tensor | None) -> Tensor:
-    """Dispatch weights. Masked tokens give exactly nothing, also in an image without any real token."""
+    """Return the dispatch weights. A masked token has weight 0, also in an image without any real token."""
     if mask is None:
         return logits_BMNP.softmax(dim=1)
     mask_BM11 = mask[:, :, None, None]
@@ -114,18 +118,14 @@ def softmax_over_tokens(logits_BMNP: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def softmax_over_slots(logits_BMNP: Tensor, mask: Tensor | None) -> Tensor:
-    """Combine weights, jointly over (N, P). Masked tokens receive exactly nothing."""
+    """Return the combine weights, normalized over all N*P slots together; those of a masked token are 0."""
     weights_BMNP = logits_BMNP.flatten(2).softmax(dim=2).view_as(logits_BMNP)
     return weights_BMNP if mask is None else weights_BMNP * mask[:, :, None, None]
 
 
-def l2_normalize(x: Tensor, dim: int) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(dim, keepdim=True) + EPS)
-
-
 @dataclass(frozen=True)
 class DenseRouting(Routing):
-    """Every slot is a weighted average of tokens, every token a weighted average of slots.
+    """A routing in which every slot is a weighted average of tokens, and every token one of slots.
 
     Both weights are (B, M, N, P). Dispatch weights sum to 1 over M, combine weights over (N, P).
     """
@@ -140,7 +140,7 @@ class DenseRouting(Routing):
         return slots_BSD.unflatten(1, (N, P)).transpose(0, 1).reshape(N, B * P, x_BMD.shape[-1])
 
     def combine(self, slots_NSD: Tensor) -> Tensor:
-        """Here S is the rows of one expert, B*P, as it comes from the experts."""
+        """Average the outputs of the experts, which come with S = B*P rows each."""
         B, M, N, P = self.combine_weights.shape
         slots_BSD = slots_NSD.unflatten(1, (B, P)).transpose(0, 1).reshape(B, N * P, slots_NSD.shape[-1])
         return self.combine_weights.flatten(2).to(slots_BSD.dtype) @ slots_BSD

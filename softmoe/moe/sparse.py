@@ -1,11 +1,11 @@
-"""Sparse routers: Tokens Choice (each token picks experts) and Experts Choice (each expert picks tokens).
+"""The sparse routers: Tokens Choice (each token picks experts) and Experts Choice (each expert picks tokens).
 
 Letters: B images, M tokens, D width, N experts, K choices per token, G groups, L tokens per group, C slots per
 expert and group (the capacity); T = B*M tokens in all, S = G*C rows per expert.
 
-Tokens are routed in groups: one image by default, or `group_size` consecutive tokens, which may span images. A
-last group that is not full is padded with masked tokens. Rows are moved by index (see SparseRouting): nothing of
-size L x N x C is ever made. The losses that balance Tokens Choice give one value per group; masked tokens do not count.
+Tokens are routed in groups: one image by default, or `group_size` consecutive tokens, which may span images. The last
+group is padded with masked tokens if it is not full. Rows are moved by index (see SparseRouting): no tensor of size
+L x N x C is ever made. The losses that balance Tokens Choice have one value per group and ignore masked tokens.
 """
 
 import math
@@ -32,13 +32,13 @@ class SparseConfig(RouterConfig):
     """The options that both sparse routers have."""
 
     capacity_factor: float = 1.0
-    """Room of the experts, as a multiple of what they need if all get as many tokens."""
+    """Slots of the experts, as a multiple of those needed if all experts get equally many tokens."""
     group_size: int | None = None
     """Tokens that are routed together; None is one image."""
     noise_std: float = 1.0
-    """The noise on the logits in training has this deviation, divided by the number of experts."""
+    """Standard deviation of the noise on the logits in training, times the number of experts."""
     capacity: int | None = None
-    """Rows per expert and group, whatever the factor."""
+    """Slots per expert and group, whatever the factor."""
     capacity_rounding: str = "round"
     """round (half to even) or ceil."""
     capacity_multiple_of: int = 1
@@ -47,9 +47,9 @@ class SparseConfig(RouterConfig):
 @dataclass(frozen=True)
 class TokensChoiceConfig(SparseConfig, name="tokens_choice"):
     top_k: int = 1
-    """Experts of each token."""
+    """The number of experts that each token picks."""
     batch_priority: bool = True
-    """Tokens with larger gates come first, instead of the order of the tokens."""
+    """Serve tokens with larger gates first, instead of in their order."""
     importance_weight: float = 0.005
     load_weight: float = 0.005
     gshard_weight: float = 0.0
@@ -66,7 +66,7 @@ class ExpertsChoiceConfig(SparseConfig, name="experts_choice"):
 
 @dataclass(frozen=True)
 class Gates:
-    """The gates that both sparse routers start from. `noisy` logits equal the clean ones when there is no noise."""
+    """The gates that both sparse routers start from. Without noise the noisy logits are the plain ones."""
 
     logits_GLN: Tensor
     noisy_GLN: Tensor
@@ -76,7 +76,7 @@ class Gates:
 
 
 class SparseRouter(Router):
-    """The common part: gate logits, noise, groups and capacity."""
+    """The base of both sparse routers: gate logits, noise, groups and capacity."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class SparseRouter(Router):
         lecun_normal_(self.weight, fan_in=self.dim)
 
     def capacity(self, group_size: int, choices: int = 1) -> int:
-        """Slots per expert and group: L * K * factor / N, half to even, at least 1 (the paper's convention)."""
+        """Return the slots per expert and group: L * K * factor / N, half to even, at least 1 (as in the paper)."""
         if self.fixed_capacity is not None:
             return self.fixed_capacity
         exact = group_size * choices * self.capacity_factor / self.num_experts
@@ -138,11 +138,11 @@ class SparseRouter(Router):
 
 
 class TokensChoiceRouter(SparseRouter):
-    """Each token goes to the K experts of its largest gates, while they have room.
+    """The router in which each token picks the K experts of its largest gates, as long as they have room.
 
-    First choices of all tokens come before all second choices. Inside each, the order is that of the tokens, or,
-    with batch priority, of decreasing largest gate. Who comes after an expert is full loses that choice.
-    The weight of an expert's output is the raw gate, not normalized over the chosen ones.
+    The first choices of all tokens are served before all second choices, and among equal choices tokens in their order,
+    or with batch priority those with the largest gate first. A choice of an expert that is full is lost. An expert's
+    output is weighted by the raw gate, not normalized over the chosen ones. TokensChoiceConfig describes the options.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class TokensChoiceRouter(SparseRouter):
 
         group_G11 = torch.arange(G, device=x_BMD.device).view(G, 1, 1)
         slot_GLK = (expert_GLK * G + group_G11) * capacity + position_GLK
-        slot_GLK = torch.where(kept_GLK, slot_GLK, N * G * capacity)  # one row more, for what is dropped
+        slot_GLK = torch.where(kept_GLK, slot_GLK, N * G * capacity)  # one more slot takes the dropped choices
         token_GLK = torch.arange(G * L, device=x_BMD.device).view(G, L, 1).expand_as(slot_GLK)
         token_R = token_GLK.new_full((N * G * capacity + 1,), T)
         token_R = token_R.scatter(0, slot_GLK.flatten(), token_GLK.flatten())[:-1]
@@ -208,7 +208,7 @@ class TokensChoiceRouter(SparseRouter):
         )
 
     def balance_loss(self, g: Gates, first_GL: Tensor) -> Tensor:
-        """Weighted sum of the terms whose weight is not zero, averaged over groups. Load needs noise to be defined."""
+        """Return the weighted sum of the balance losses, averaged over groups. The load is defined only with noise."""
         total_G = g.gates_GLN.new_zeros(g.gates_GLN.shape[0])
         if self.importance_weight:
             clean_GLN = g.logits_GLN.softmax(-1) if g.noise_scale else g.gates_GLN
@@ -222,9 +222,9 @@ class TokensChoiceRouter(SparseRouter):
 
 
 class ExpertsChoiceRouter(SparseRouter):
-    """Each expert takes the C tokens of its group with the largest gates, the first of equal ones first.
+    """The router in which each expert picks the C tokens of a group with the largest gates; of equal ones the first.
 
-    The softmax is over experts, per token. A token may be taken by any number of experts, or by none.
+    The softmax is over experts, per token. Any number of experts, or none, may pick a token.
     """
 
     def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> SparseRouting:
@@ -252,7 +252,7 @@ class ExpertsChoiceRouter(SparseRouter):
 
 
 def into_groups(rows: Tensor, size: int) -> Tensor:
-    """(T, ...) -> (G, size, ...), the last group padded with zeros (False for a mask)."""
+    """Split rows into groups, (T, ...) -> (G, size, ...), the last one padded with zeros (False for a mask)."""
     short = -rows.shape[0] % size
     if short:
         rows = torch.cat([rows, rows.new_zeros(short, *rows.shape[1:])])
@@ -260,7 +260,7 @@ def into_groups(rows: Tensor, size: int) -> Tensor:
 
 
 def top_k_first(gates_GLN: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Largest K gates and their experts, decreasing; of equal gates the lower expert first (topk promises no order)."""
+    """Return the K largest gates and their experts, of equal gates the lower expert first (topk promises no order)."""
     rest_GLN = gates_GLN.detach()
     experts = []
     for _ in range(k):
@@ -271,35 +271,35 @@ def top_k_first(gates_GLN: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def buffer_positions(expert_GLK: Tensor, priority_GL: Tensor | None, mask_GL: Tensor) -> Tensor:
-    """Count the choices of the same expert before each choice: its place in the expert's buffer.
+    """Return the place of each choice in its expert's buffer: how many choices of the same expert come before it.
 
-    Order: all first choices, then all second ones; inside each by priority (equal ones and no priority: token order).
-    Masked tokens are in nobody's way.
+    All first choices come before all second ones; among them larger priorities, and of equal or no priority earlier
+    tokens. Masked tokens take no place.
     """
     G, L, K = expert_GLK.shape
-    nobody = torch.iinfo(expert_GLK.dtype).max  # whom masked tokens ask for
+    nobody = torch.iinfo(expert_GLK.dtype).max  # the expert of masked tokens
     expert_GKL = expert_GLK.masked_fill(~mask_GL.unsqueeze(-1), nobody).transpose(1, 2)
     token_GL = torch.arange(L, device=expert_GLK.device).expand(G, L)
     if priority_GL is not None:
         token_GL = priority_GL.sort(dim=1, descending=True, stable=True).indices
     token_GKL = token_GL.unsqueeze(1).expand(G, K, L)
-    queue_GQ = expert_GKL.gather(2, token_GKL).flatten(1)  # experts asked for, in order
+    queue_GQ = expert_GKL.gather(2, token_GKL).flatten(1)  # the chosen experts, in the order they are served
     sorted_GQ, order_GQ = queue_GQ.sort(dim=1, stable=True)
-    first_GQ = torch.searchsorted(sorted_GQ, sorted_GQ)  # where each expert's run begins
+    first_GQ = torch.searchsorted(sorted_GQ, sorted_GQ)  # where the choices of the same expert begin
     rank_GQ = torch.arange(L * K, device=expert_GLK.device) - first_GQ
     place_GKL = torch.empty_like(rank_GQ).scatter(1, order_GQ, rank_GQ).view(G, K, L)
     return torch.empty_like(place_GKL).scatter(2, token_GKL, place_GKL).transpose(1, 2)
 
 
 def importance_loss(clean_GLN: Tensor, mask_GL: Tensor) -> Tensor:
-    """Squared coefficient of variation of the summed (noise-free) gates per expert."""
+    """Return the squared coefficient of variation, over experts, of the sum of the gates without noise."""
     return squared_variation((clean_GLN * mask_GL.unsqueeze(-1)).sum(1))
 
 
 def load_loss(
     clean_logits_GLN: Tensor, noisy_logits_GLN: Tensor, noise_scale: float, top_k: int, mask_GL: Tensor
 ) -> Tensor:
-    """Squared coefficient of variation of the chance that an expert is among the K first, were its noise drawn anew."""
+    """Return the squared variation of the chance that an expert is among the K first if its noise is drawn again."""
     threshold_GL1 = noisy_logits_GLN.topk(top_k, dim=-1).values[..., -1:]
     distance_GLN = (threshold_GL1 - clean_logits_GLN) / noise_scale
     chosen_GLN = 0.5 * torch.erfc(distance_GLN / math.sqrt(2.0))
@@ -307,7 +307,10 @@ def load_loss(
 
 
 def gshard_loss(gates_GLN: Tensor, first_GL: Tensor, mask_GL: Tensor) -> Tensor:
-    """N * sum over experts of mean gate times share of first choices; 1 when balanced. Gradient by the gates only."""
+    """Return N * sum over experts of mean gate times share of first choices: 1 if balanced.
+
+    The gradient goes through the gates only.
+    """
     N = gates_GLN.shape[-1]
     first_GLN = torch.zeros_like(gates_GLN).scatter(-1, first_GL.unsqueeze(-1), 1.0)
     share_GN = mean_over_tokens(first_GLN, mask_GL)
@@ -315,7 +318,7 @@ def gshard_loss(gates_GLN: Tensor, first_GL: Tensor, mask_GL: Tensor) -> Tensor:
 
 
 def squared_variation(x_GN: Tensor) -> Tensor:
-    """(standard deviation / mean)^2 over experts, population deviation; 0 for a group without real tokens."""
+    """Return (population standard deviation / mean)^2 over experts; 0 for a group without real tokens."""
     mean_G1 = x_GN.mean(-1, keepdim=True)
     safe_G1 = torch.where(mean_G1 > 0, mean_G1, 1.0)
     return ((x_GN - mean_G1) / safe_G1).square().mean(-1)
