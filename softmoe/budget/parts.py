@@ -15,7 +15,7 @@ import torch
 
 from softmoe.models import MoEConfig, ViTConfig
 from softmoe.models.embed import SinCosPositions
-from softmoe.models.vit import check
+from softmoe.models.vit import check_vit
 from softmoe.moe import Router, RouterConfig, SparseConfig
 from softmoe.moe.sparse import SparseRouter
 
@@ -51,7 +51,7 @@ class Routed:
 
 def checked(config: ViTConfig) -> ViTConfig:
     """Refuse what cannot be built. The model would say it too, but building one without storage takes torch seconds."""
-    check(config)
+    check_vit(config)
     if config.width % config.heads:
         raise ValueError(f"heads must divide the width: {config.width} is not a multiple of {config.heads}")
     if min(config.grid) < 1:

@@ -1,4 +1,4 @@
-"""Images and texts -> vectors or logits."""
+"""Models that turn images and texts into vectors or logits."""
 
 from softmoe.models.config import MoEConfig, TextConfig, TwoTowerConfig, ViTConfig
 from softmoe.models.registry import create_model, list_models, model_config

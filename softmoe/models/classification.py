@@ -1,9 +1,9 @@
-"""Logits and labels -> losses, and counts of right answers. Training and evaluation share this one definition.
+"""The losses and the accuracies of classification, defined once for training and evaluation.
 
 Letters: B images, C classes.
 
-Everything counted is a sum over images: batches may be of any sizes, and the sums of several processes add up. With
-several labels per image (ReaL, JFT) a prediction is right if it is one of them; images without a label are left out.
+All counts are sums over images: batches may have any size, and the sums of several processes add up. With several
+labels per image (ReaL, JFT) a prediction is right if it is one of them; images without a label are left out.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,16 +16,16 @@ from torch.nn import functional as F
 
 Loss = Literal["softmax", "sigmoid"]
 BINS = 15
-"""Calibration is measured in so many equal steps of confidence, as is usual."""
+"""The number of equal bins of confidence in which calibration is measured, as is usual."""
 
 
 def softmax_cross_entropy(logits_BC: Tensor, targets_BC: Tensor) -> Tensor:
-    """(B,): minus the targets' share of the log-probabilities."""
+    """Return the cross-entropy of each image, (B,): minus the sum of targets times log-probabilities."""
     return -(targets_BC * wide(logits_BC).log_softmax(-1)).sum(-1)
 
 
 def sigmoid_cross_entropy(logits_BC: Tensor, targets_BC: Tensor) -> Tensor:
-    """(B,): each class a yes-no question of its own; the sum over the classes, not their mean."""
+    """Return the sum over classes (not the mean) of each image's binary cross-entropies, (B,)."""
     return F.binary_cross_entropy_with_logits(wide(logits_BC), targets_BC, reduction="none").sum(-1)
 
 
@@ -36,7 +36,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def class_weights(labels: Tensor, classes: int, smoothing: float = 0.0) -> Tensor:
-    """(B,) class numbers or (B, C) weights -> (B, C) float targets, smoothed towards the uniform distribution."""
+    """Return (B, C) targets for (B,) class numbers or (B, C) weights, smoothed towards the uniform distribution."""
     check_labels(labels, classes)
     if labels.ndim == 1:
         targets_BC = F.one_hot(labels.long(), classes).to(torch.get_default_dtype())
@@ -46,12 +46,12 @@ def class_weights(labels: Tensor, classes: int, smoothing: float = 0.0) -> Tenso
 
 
 def check_labels(labels: Tensor, classes: int) -> None:
-    """ValueError for labels that the model's head has no output for."""
+    """Raise ValueError for labels that the model's head has no output for."""
     if labels.ndim == 2:
         if labels.shape[1] != classes:
             raise ValueError(f"labels have {labels.shape[1]} classes, but the model's head has {classes}")
         return
-    if labels.device.type != "cpu" or not len(labels):  # asking another device would be waiting: loaders ask before
+    if labels.device.type != "cpu" or not len(labels):  # reading from a GPU would wait for it, and loaders checked
         return
     low, high = labels.aminmax()
     if low < 0 or high >= classes:
@@ -63,22 +63,22 @@ def check_labels(labels: Tensor, classes: int) -> None:
 
 
 def wide(logits: Tensor) -> Tensor:
-    """Losses are computed in float32 at least, also under autocast."""
+    """Return the logits in float32 at least, in which losses are computed also under autocast."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 @dataclass
 class Totals:
-    """Sums over images. Add batches, then `reduce` over processes, then read `numbers`."""
+    """Sums over images: `add` batches, then `reduce` over processes, then read `numbers`."""
 
     classes: int
     loss: Loss = "softmax"
     sums: Tensor = field(init=False)
-    """images, right at the first, right among five, loss, images without label."""
+    """Images, top-1 right, top-5 right, loss, images without a label."""
     by_class: Tensor = field(init=False)
-    """(3, C): images with this label, of these right at the first, predictions of this class."""
+    """(3, C): images with this label, those of them predicted right, predictions of this class."""
     by_bin: Tensor = field(init=False)
-    """(3, BINS): images with this confidence, sum of the confidences, right predictions."""
+    """(3, BINS): images with this confidence, sum of their confidences, right predictions."""
 
     def __post_init__(self) -> None:
         self.sums = torch.zeros(5, dtype=torch.float64)
@@ -86,8 +86,8 @@ class Totals:
         self.by_bin = torch.zeros(3, BINS, dtype=torch.float64)
 
     def add(self, logits_BC: Tensor, labels: Tensor) -> None:
-        """Labels are (B,) class numbers or (B, C) with 1 where a class applies."""
-        logits_BC = logits_BC.to(device="cpu", dtype=torch.promote_types(logits_BC.dtype, torch.float32))
+        """Count a batch. Labels are (B,) class numbers, or (B, C) with 1 where a class applies."""
+        logits_BC = wide(logits_BC.to("cpu"))
         if not logits_BC.isfinite().all():
             raise ValueError("the model's outputs are not finite numbers: its weights are damaged or training diverged")
         targets_BC = class_weights(labels.to("cpu"), self.classes)
@@ -116,7 +116,7 @@ class Totals:
             row.scatter_add_(0, bin_B, values_B)
 
     def reduce(self, total: Callable[[Tensor], Tensor]) -> None:
-        """Add up over processes: `total` gets one float64 vector and returns its sum over all of them."""
+        """Sum over processes. `total` gets one float64 vector and returns its sum over all of them."""
         parts = (self.sums, self.by_class, self.by_bin)
         together = total(torch.cat([part.flatten() for part in parts]))
         pieces = together.split([part.numel() for part in parts])
@@ -133,7 +133,7 @@ class Totals:
         return int(self.sums[4])
 
     def numbers(self) -> dict[str, float]:
-        """top1, top5, loss, mean accuracy over classes, expected calibration error and mean confidence."""
+        """Return accuracies, loss, mean accuracy over classes, expected calibration error and mean confidence."""
         if not self.images:
             raise ValueError("there is nothing to evaluate on: no image could be read, or none has a label")
         top1, top5, loss = (self.sums[1:4] / self.sums[0]).tolist()
@@ -150,7 +150,7 @@ class Totals:
         }
 
     def class_table(self, names: Iterable[str]) -> list[dict[str, Any]]:
-        """One row per class: images with it, those right at the first (recall), and the predictions of it."""
+        """Return a row per class: its images, those of them predicted right, and the predictions of it."""
         rows = zip(names, *self.by_class.long().tolist(), strict=True)
         return [
             {"class": name, "images": images, "right": right, "predicted": predicted}
@@ -158,7 +158,7 @@ class Totals:
         ]
 
     def calibration_table(self) -> list[dict[str, float]]:
-        """One row per bin of confidence that holds images."""
+        """Return a row per bin of confidence that holds images."""
         rows = zip(*self.by_bin.tolist(), strict=True)
         return [
             {"from": i / BINS, "to": (i + 1) / BINS, "images": int(n), "confidence": c / n, "accuracy": right / n}

@@ -1,4 +1,4 @@
-"""The settings that make a model: plain and frozen, kept beside every saved model."""
+"""The configurations that models are built from, stored beside every saved model."""
 
 import difflib
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from torch import nn
 from softmoe.moe import Experts, ExpertsBeside, MoE, RouterConfig
 from softmoe.moe.routing import ROUTERS
 
-_FORMER = {  # what config.json said of every MoE when there was one list of options for all routers
+_FORMER_OPTIONS = {  # the keys of an MoE in config.json when all routers shared one list of options
     *("router", "num_experts", "slots_per_expert", "blocks", "expert_dropout", "identical_init", "normalize"),
     *("scale_init", "noise_std", "top_k", "capacity_factor", "batch_priority", "group_size", "importance_weight"),
     *("load_weight", "gshard_weight"),
@@ -19,11 +19,11 @@ _FORMER = {  # what config.json said of every MoE when there was one list of opt
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """The MoE layers of a model: the router with its options, and where and how its experts stand."""
+    """The MoE layers of a model: the router with its options, and which blocks have which experts."""
 
     router: RouterConfig
     blocks: tuple[int, ...] | None = None
-    """The blocks that get an MoE; None is the second half."""
+    """The blocks that have an MoE; None is the second half."""
     expert_dropout: float | None = None
     """Dropout inside the experts; None is the model's dropout."""
     identical_init: bool = False
@@ -31,11 +31,11 @@ class MoEConfig:
     expert_dim: int | None = None
     """Hidden width of each expert; None is that of the model's MLPs."""
     keep_mlp: bool = False
-    """Experts stand beside the block's MLP, whose output they add to, and not in its place."""
+    """Keep the block's MLP and add the experts' output to it, instead of replacing it."""
 
     @classmethod
     def of(cls, router: str = "soft", num_experts: int = 128, **options: Any) -> "MoEConfig":
-        """MoE layers with the router of this name. Options are fields of this class and of the router's config."""
+        """Make a config with the router of this name. Options are fields of this class and of the router's config."""
         options["num_experts"] = num_experts
         known = option_names(router)
         for name in options:
@@ -45,7 +45,7 @@ class MoEConfig:
         return cls(ROUTERS[router](**options), **layer)
 
     def change(self, **options: Any) -> "MoEConfig":
-        """These layers with other options. A new router keeps the number of experts and, if it has any, of slots."""
+        """Return a copy with other options. A new router keeps the number of experts and, if it has any, of slots."""
         router = options.get("router", self.router.name)
         kept = vars(self.router)
         if router != self.router.name:
@@ -61,7 +61,7 @@ class MoEConfig:
     def make_layer(
         self, dim: int, mlp_dim: int, dropout: float, activation: str = "gelu_tanh", *, kept: nn.Module | None = None
     ) -> MoE:
-        """`kept` is the MLP that experts stand beside, with `keep_mlp`."""
+        """Build one MoE layer. With `keep_mlp`, `kept` is the MLP that the experts are added to."""
         assert (kept is not None) == self.keep_mlp
         if self.expert_dropout is not None:
             dropout = self.expert_dropout
@@ -88,7 +88,7 @@ class MoEConfig:
         return blocks
 
     def to_dict(self) -> dict[str, Any]:
-        """The router's name, its options and those of the layers, in one table."""
+        """Return the router's name, its options and those of the layers as one flat dictionary."""
         layer = {name: getattr(self, name) for name in LAYER_OPTIONS}
         return {"router": self.router.name, **vars(self.router), **layer}
 
@@ -104,14 +104,14 @@ LAYER_OPTIONS = tuple(f.name for f in fields(MoEConfig) if f.name != "router")
 
 
 def option_names(router: str) -> tuple[str, ...]:
-    """List everything that can be said of MoE layers with this router."""
+    """List the options of MoE layers with this router."""
     if router not in ROUTERS:
         raise ValueError(f"unknown router {router!r}, expected one of: {', '.join(ROUTERS)}")
     return (*(f.name for f in fields(ROUTERS[router])), *LAYER_OPTIONS)
 
 
 def router_options() -> dict[str, Any]:
-    """The options of all routers, with their types."""
+    """Return the options of all routers, with their types."""
     types: dict[str, Any] = {}
     for config in ROUTERS.values():
         hints = get_type_hints(config)
@@ -120,7 +120,7 @@ def router_options() -> dict[str, Any]:
 
 
 def no_option(router: str, name: str, others: Iterable[str] = (), what: str = "option") -> ValueError:
-    """The error for an option that this router does not have, or nobody has. `others` are names that would do too."""
+    """Return the error for an option that this router, or every router, lacks. `others` are names to suggest too."""
     if name in router_options():
         own = ", ".join(f.name for f in fields(ROUTERS[router]))
         return ValueError(f"the router {router!r} has no option {name!r}; it has {own}")
@@ -129,9 +129,11 @@ def no_option(router: str, name: str, others: Iterable[str] = (), what: str = "o
 
 
 def without_unused_options(values: dict[str, Any]) -> dict[str, Any]:
-    """A copy of what config.json says of MoE layers. Before each router had options of its own it said those of all
-    routers, used or not, and null for the router's own noise: only such a whole list is cut to what its router has."""
-    if set(values) != _FORMER:
+    """Return a copy of the MoE section of a config.json, reduced to the options of its router if it is an old one.
+
+    Old files have the options of all routers, used or not, and null for the router's own default noise.
+    """
+    if set(values) != _FORMER_OPTIONS:
         return dict(values)
     known = ("router", *option_names(values["router"]))
     return {k: v for k, v in values.items() if k in known and not (k == "noise_std" and v is None)}
@@ -160,17 +162,17 @@ class ViTConfig:
     dropout: float = 0.0
     attention_dropout: float = 0.0
     drop_path: float = 0.0
-    """Chance that the last block's branches are left out for an image in training; it grows from 0 at the first."""
+    """Stochastic depth: the chance that the last block's branches are skipped in training; 0 at the first block."""
     representation_size: int | None = None
     """Width of a tanh layer before the head, if any."""
     registers: int = 0
-    """Learned tokens that belong to no cell and are not pooled, behind the class token if there is one (DINOv2)."""
+    """Learned tokens after the class token, if there is one, that belong to no patch and are not pooled (DINOv2)."""
     layer_scale: bool = False
-    """What a block adds is multiplied by learned vectors (DeiT-III, DINOv2)."""
+    """Multiply the output of each branch of a block by a learned vector (DeiT-III, DINOv2)."""
     pre_norm: bool = False
-    """A norm before the first block (CLIP)."""
+    """Have a norm before the first block (CLIP)."""
     pool_norm: bool = False
-    """The last norm comes after pooling instead of before (MAE, DeiT-III with mean pooling)."""
+    """Apply the last norm after pooling instead of before (MAE, DeiT-III with mean pooling)."""
     norm_eps: float = 1e-6
     moe: MoEConfig | None = None
 
@@ -190,7 +192,7 @@ class ViTConfig:
 
     @property
     def prefix(self) -> int:
-        """The number of tokens before those of the cells: class token and registers."""
+        """The number of tokens before those of the patches: class token and registers."""
         return (self.pool == "class") + self.registers
 
     @property
@@ -209,7 +211,7 @@ class ViTConfig:
 
 
 def with_moe(values: dict[str, Any]) -> dict[str, Any]:
-    """A copy whose table `moe`, if there is one, is a MoEConfig."""
+    """Return a copy whose value of `moe`, if there is one, is a MoEConfig."""
     return dict(values) | {"moe": MoEConfig.from_dict(values["moe"])} if values.get("moe") else dict(values)
 
 
@@ -221,7 +223,7 @@ class TextConfig:
     length: int = 16
     """The largest number of tokens of a text."""
     end_token: int = 1
-    """The token that ends every text, and fills up what is left of it."""
+    """The token that ends every text and pads it."""
     width: int = 768
     depth: int = 12
     mlp_dim: int = 3072
@@ -229,7 +231,7 @@ class TextConfig:
     pool: str = "last"
     """One of: last, mean, class, attention."""
     mask_padding: bool = False
-    """Hide what follows the first end token from attention, experts and pooling. The paper's code does not."""
+    """Mask the padding in attention, experts and pooling. The paper's code does not."""
     qk_norm: bool = True
     activation: str = "gelu_tanh"
     dropout: float = 0.0
@@ -247,16 +249,16 @@ class TextConfig:
 
 @dataclass(frozen=True)
 class TwoTowerConfig:
-    """An image tower and a text tower that end in one space."""
+    """An image tower and a text tower that embed into one space."""
 
     image: ViTConfig
     text: TextConfig
     embed_dim: int | None = None
-    """Width of the common space, which both towers are projected to; None is the image tower's, as it comes."""
+    """Width of the common space, to which both towers are projected; None is that of the image tower's features."""
     scale_init: float = 10.0
-    """First factor of the cosines; its logarithm is learned."""
+    """Initial factor of the cosines; its logarithm is learned."""
     bias_init: float | None = -10.0
-    """First value of a learned number added to the logits; None is none (the softmax loss does not see one)."""
+    """Initial value of a learned bias of the logits; None is no bias (the softmax loss does not use one)."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"image": tower_dict(self.image), "text": tower_dict(self.text)}

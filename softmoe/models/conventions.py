@@ -1,4 +1,4 @@
-"""The habits of timm's models on ours, so that code written for those takes ours too.
+"""The interface of timm's vision transformers, so that code written for those takes our models too.
 
 Letters: B images, M tokens, D width.
 """
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from softmoe.models.heads import Head
 
 POOLS = {"avg": "mean", "token": "class", "map": "attention"}
-"""timm's names of what ours are called."""
+"""Our names of pools, by timm's."""
 
 
-class TimmHabits(nn.Module):
-    """The names by which timm's training and feature code speaks to a vision transformer."""
+class TimmInterface(nn.Module):
+    """The methods and properties that timm's training and feature code expects of a vision transformer."""
 
     config: Any
     encoder: Any
@@ -25,17 +25,17 @@ class TimmHabits(nn.Module):
 
     @property
     def num_classes(self) -> int:
-        """Outputs of the head; 0 without one."""
+        """The number of outputs of the head; 0 without one."""
         return self.config.num_classes or 0
 
     @property
     def embed_dim(self) -> int:
-        """Width of the tokens."""
+        """The width of the tokens."""
         return self.config.width
 
     @property
     def num_features(self) -> int:
-        """Width of the vector that the head sees."""
+        """The width of the vector that the head gets."""
         return self.config.representation_size or self.config.width
 
     @property
@@ -46,7 +46,7 @@ class TimmHabits(nn.Module):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Put a new head on, for so many classes; 0 takes the head off."""
+        """Replace the head by a new one for so many classes; 0 removes it."""
         if global_pool is not None and POOLS.get(global_pool, global_pool) != self.config.pool:
             raise ValueError(f"the pool of a trained model stays {self.config.pool!r}, so it cannot be {global_pool!r}")
         like = next(self.parameters())
@@ -55,12 +55,14 @@ class TimmHabits(nn.Module):
         self.head = head.to(device=like.device, dtype=like.dtype)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Keep only the input of each block and compute its inside again in the backward pass."""
+        """Keep only the input of each block, and compute the block again in the backward pass."""
         self.encoder.checkpoint_blocks = enable
 
     def no_weight_decay(self) -> set[str]:
-        """Return the names of the parameters that are not decayed: positions, class token, probe, slot vectors, and the
-        biases of stacked experts, which have two axes and would be taken for matrices."""
+        """Return the parameters without weight decay beside norms and biases, which timm finds by their one axis.
+
+        The biases of stacked experts have two axes and would be taken for matrices.
+        """
         ends = (".phi", ".probe", ".b1", ".b2", ".center", ".log_width")
         return {
             name
@@ -69,7 +71,7 @@ class TimmHabits(nn.Module):
         }
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return patterns that put parameters into layers, for learning rates that fall from layer to layer."""
+        """Return patterns that assign parameters to layers, for layer-wise decay of the learning rate."""
         last = [(r"^encoder\.norm|^pool|^pre_logits", (99999,))]
         return {
             "stem": r"^(?:embed|positions|pre_norm)\.|^(?:class_token|registers)$",
@@ -77,7 +79,7 @@ class TimmHabits(nn.Module):
         }
 
     def embed_images(self, images: Tensor) -> tuple[Tensor, tuple[int, int]]:
-        """Turn images into tokens and the (rows, columns) of their grid; the model says how."""
+        """Return the tokens of images and the (rows, columns) of their grid."""
         raise NotImplementedError
 
     def forward_intermediates(
@@ -90,11 +92,11 @@ class TimmHabits(nn.Module):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> Any:
-        """Return (tokens after the last norm, list of what chosen blocks gave), or the list alone.
+        """Return (tokens after the last norm, list of the outputs of chosen blocks), or the list alone.
 
-        `indices` are block numbers (negative ones from the end), a number is so many last blocks, None is all. Maps are
-        (B, D, rows, columns) with output_fmt NCHW, for segmentation and detection heads, or (B, M, D) with NLC; with
-        `return_prefix_tokens` each comes with its class token (B, 1, D).
+        `indices` are block numbers (negative ones from the end), one number means that many last blocks, None all.
+        Outputs are maps (B, D, rows, columns) with output_fmt NCHW, for segmentation and detection heads, or tokens
+        (B, M, D) with NLC; with `return_prefix_tokens` each comes with its class token and registers.
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt must be NCHW or NLC, got {output_fmt!r}")
@@ -124,22 +126,14 @@ class TimmHabits(nn.Module):
         return_prefix_tokens: bool = False,
         norm: bool = False,
     ) -> tuple[Any, ...]:
-        """Return what the last `n` blocks, or the blocks of these numbers, gave: tokens, or maps with `reshape`."""
+        """Return the outputs of the last `n` blocks, or of the blocks `n`: tokens, or maps with `reshape`."""
         form = "NCHW" if reshape else "NLC"
-        return tuple(
-            self.forward_intermediates(
-                x,
-                n,
-                norm=norm,
-                output_fmt=form,
-                intermediates_only=True,
-                return_prefix_tokens=return_prefix_tokens,
-            )
-        )
+        found = self.forward_intermediates(x, n, return_prefix_tokens, norm, output_fmt=form, intermediates_only=True)
+        return tuple(found)
 
     @staticmethod
     def block_numbers(indices: int | Sequence[int] | None, depth: int) -> list[int]:
-        """Return block numbers from 0; ValueError for those that there are not."""
+        """Return block numbers from 0. ValueError for blocks that do not exist."""
         if indices is None:
             return list(range(depth))
         if isinstance(indices, int):

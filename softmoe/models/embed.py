@@ -1,4 +1,4 @@
-"""Images -> tokens: patches and positions.
+"""The embedding of images as tokens: patches and positions.
 
 Letters: B images, M tokens, D width.
 """
@@ -11,7 +11,10 @@ from softmoe.moe.experts import lecun_normal_, normal_
 
 
 class PatchEmbed(nn.Module):
-    """(B, 3, height, width) -> (B, M, D), row by row. Pixels beyond the last whole patch are dropped."""
+    """Projects each patch to a token, row by row, (B, 3, height, width) -> (B, M, D).
+
+    Pixels beyond the last whole patch are dropped.
+    """
 
     def __init__(self, patch_size: int, dim: int):
         super().__init__()
@@ -31,12 +34,12 @@ class PatchEmbed(nn.Module):
         return rows, columns
 
     def forward(self, images: Tensor) -> Tensor:
-        # in one piece: sums keep the layout of their first part, and every norm on the way would copy the tokens
+        # contiguous: sums keep the layout of their first term, so otherwise every norm would copy the tokens
         return self.proj(images).flatten(2).transpose(1, 2).contiguous()
 
 
 class LearnedPositions(nn.Module):
-    """A learned vector per grid cell, and one per prefix token (the class token). Cells are resampled to any grid."""
+    """A learned vector per patch, resampled to any grid, and one per prefix token (class token, registers)."""
 
     def __init__(self, grid: tuple[int, int], dim: int, prefix: int = 0):
         super().__init__()
@@ -55,7 +58,7 @@ class LearnedPositions(nn.Module):
 
 
 class SinCosPositions(nn.Module):
-    """Fixed two-dimensional sines and cosines (MoCo v3), zero for prefix tokens; made anew for every grid."""
+    """Fixed two-dimensional sines and cosines (MoCo v3), computed for any grid; zero for prefix tokens."""
 
     def __init__(self, grid: tuple[int, int], dim: int, prefix: int = 0):
         super().__init__()
@@ -70,7 +73,7 @@ class SinCosPositions(nn.Module):
         return torch.cat([table.new_zeros(1, self.prefix, self.dim), table], dim=1)
 
     def reset_parameters(self) -> None:
-        """Fill the table again after the module was built without storage."""
+        """Fill the table again, after the module was built on the meta device."""
         self.table.copy_(self.make(self.grid))
 
     def forward(self, grid: tuple[int, int]) -> Tensor:
@@ -78,7 +81,7 @@ class SinCosPositions(nn.Module):
 
 
 def sincos_table(grid: tuple[int, int], dim: int, temperature: float = 10_000.0) -> Tensor:
-    """(1, rows * columns, dim): sine and cosine of the column, then of the row, at dim/4 frequencies each."""
+    """Return (1, rows * columns, dim): sine and cosine of the column, then of the row, at dim/4 frequencies each."""
     rows, columns = grid
     omega = temperature ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4 - 1))
     y, x = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
@@ -88,7 +91,7 @@ def sincos_table(grid: tuple[int, int], dim: int, temperature: float = 10_000.0)
 
 
 def resample(table_1MD: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
-    """Linear interpolation with the corners aligned, as the reference does when it changes resolution."""
+    """Interpolate positions to another grid bilinearly with aligned corners, as the reference does."""
     image = table_1MD.unflatten(1, old).permute(0, 3, 1, 2)
     image = F.interpolate(image, size=new, mode="bilinear", align_corners=True)
     return image.flatten(2).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Tokens -> one vector -> logits.
+"""The pooling of tokens to one vector, and the heads on it.
 
 Letters: B images, M tokens, D width.
 """
@@ -22,14 +22,14 @@ class MeanPool(nn.Module):
 
 
 class FirstPool(nn.Module):
-    """The class token, which stands first."""
+    """Takes the class token, which is the first."""
 
     def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> Tensor:
         return x_BMD[:, 0]
 
 
 class LastPool(nn.Module):
-    """The last token; with a mask the last real one."""
+    """Takes the last token; with a mask the last real one."""
 
     def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> Tensor:
         if mask is None:
@@ -40,7 +40,7 @@ class LastPool(nn.Module):
 
 
 class AttentionPool(nn.Module):
-    """A learned probe attends to the tokens; then an MLP with a residual. The probe itself has none."""
+    """Lets a learned probe attend to the tokens, followed by an MLP with a residual."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class AttentionPool(nn.Module):
 
 
 class Head(nn.Linear):
-    """Zero weights and a bias of -ln(classes): at the start every class has probability about 1/classes."""
+    """The classifier. It starts with zero weights and a bias of -ln(classes), so each class has about 1/classes."""
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
@@ -90,19 +90,15 @@ class Head(nn.Linear):
 
 
 class Projection(nn.Linear):
-    """A linear map into the space of images and texts. It starts at random: from zero nothing would ever move."""
+    """A linear map into the space of images and texts, drawn at random: zeros would pass no gradient to the tower."""
 
     def reset_parameters(self) -> None:
         lecun_normal_(self.weight, fan_in=self.in_features)
         nn.init.zeros_(self.bias)
 
 
-class PreLogits(nn.Linear):
+class PreLogits(Projection):
     """A tanh layer before the head, as in the original ViT's from-scratch models."""
-
-    def reset_parameters(self) -> None:
-        lecun_normal_(self.weight, fan_in=self.in_features)
-        nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input).tanh()

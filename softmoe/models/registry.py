@@ -1,7 +1,7 @@
-"""Models by name: `vit_s16`, `soft_s16_128e`, `tokens_choice_b32_32e`, ...
+"""Make models by name: `vit_s16`, `soft_s16_128e`, `tokens_choice_b32_32e`, ...
 
 A name is router, size letter, patch size and, with experts, their number (and slots per expert: `soft_s16_32e4p`).
-Every combination works; `list_models` names the usual ones.
+Every combination works; `list_models` lists the usual ones.
 """
 
 import difflib
@@ -13,7 +13,7 @@ from softmoe.models.config import MoEConfig, ViTConfig, no_option, option_names
 from softmoe.models.vit import VisionTransformer
 from softmoe.moe.routing import ROUTERS
 
-# letter -> width, depth, MLP width, heads. Ti to H as in the paper; g and G for its collapse study
+# width, depth, MLP width and heads by size letter: Ti to H as in the paper, g and G for its collapse study
 SIZES: dict[str, tuple[int, int, int, int]] = {
     "ti": (192, 12, 768, 3),
     "s": (384, 12, 1536, 6),
@@ -44,7 +44,7 @@ _VIT_FIELDS = tuple(f.name for f in fields(ViTConfig) if f.name != "moe")
 
 
 def list_models() -> list[str]:
-    """The usual names. Others of the same form (any patch size, any number of experts) work too."""
+    """List the usual names. Others of the same form (any patch size, any number of experts) work too."""
     patches = {
         "ti": (16, 8),
         "s": (32, 16, 14, 8),
@@ -63,8 +63,11 @@ def list_models() -> list[str]:
 def model_config(
     name: str, *, num_classes: int | None = 1000, image_size: int | tuple[int, int] = 224, **overrides: Any
 ) -> ViTConfig:
-    """The settings behind a name. Overrides are fields of ViTConfig, of MoEConfig and of the router's config; timm's
-    in_chans, drop_rate, attn_drop_rate and drop_path_rate are understood."""
+    """Return the configuration of a model by name.
+
+    Overrides are fields of ViTConfig, MoEConfig and the router's config, or timm's in_chans, drop_rate, attn_drop_rate
+    and drop_path_rate.
+    """
     match = _NAME.fullmatch(name)
     if match is None or match["router"] not in ("vit", *ROUTERS):
         near = difflib.get_close_matches(name, list_models(), n=3, cutoff=0.4)
@@ -113,5 +116,5 @@ def override(config: ViTConfig, changes: dict[str, Any]) -> ViTConfig:
 def create_model(
     name: str, *, num_classes: int | None = 1000, image_size: int | tuple[int, int] = 224, **overrides: Any
 ) -> VisionTransformer:
-    """A freshly initialized model. Under `torch.device("meta")` it takes no memory."""
+    """Build a freshly initialized model. Under `torch.device("meta")` it takes no memory."""
     return VisionTransformer(model_config(name, num_classes=num_classes, image_size=image_size, **overrides))

@@ -1,4 +1,4 @@
-"""Pre-norm transformer blocks; any (B, M, D) -> (B, M, D) module stands where the MLP stands.
+"""The pre-norm transformer; any (B, M, D) -> (B, M, D) module can take the place of a block's MLP.
 
 Letters: B sequences, M tokens, D width, A heads, E head width.
 """
@@ -18,7 +18,7 @@ LAYER_SCALE = 1e-5  # at the start, so that a fresh block is nearly the identity
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention; queries and keys are normalized per head (scale only), which keeps training stable."""
+    """Multi-head self-attention. Queries and keys are normalized per head (scale only), which keeps training stable."""
 
     def __init__(self, dim: int, heads: int, *, qk_norm: bool = True, dropout: float = 0.0):
         super().__init__()
@@ -53,7 +53,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Linear, GELU (its tanh form, or the exact one), linear."""
+    """A linear layer, a GELU and a linear layer."""
 
     def __init__(self, dim: int, hidden_dim: int, *, dropout: float = 0.0, activation: str = "gelu_tanh"):
         super().__init__()
@@ -75,8 +75,7 @@ class MLP(nn.Module):
 
 
 class DropPath(nn.Module):
-    """In training, leave a whole branch out for some images, and make it larger for the others so that the mean stays
-    (stochastic depth)."""
+    """Stochastic depth: in training, drops a branch for some images and scales it up for the others."""
 
     def __init__(self, rate: float):
         super().__init__()
@@ -92,7 +91,10 @@ class DropPath(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); with `layer_scale` learned vectors multiply what is added."""
+    """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    With `layer_scale` the output of each branch is multiplied by a learned vector.
+    """
 
     def __init__(
         self,
@@ -122,16 +124,16 @@ class Block(nn.Module):
         return x_BMD + self.drop_path(mixed_BMD if self.scale2 is None else self.scale2 * mixed_BMD)
 
     def attend(self, x_BMD: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The first half of the block."""
+        """Compute the first half of the block."""
         attended_BMD = self.attention(self.norm1(x_BMD), mask)
         scaled_BMD = attended_BMD if self.scale1 is None else self.scale1 * attended_BMD
         return x_BMD + self.drop_path(self.dropout(scaled_BMD))
 
 
 class Encoder(nn.Module):
-    """A stack of blocks and a last norm. `make_mlp(index)` gives what stands in the MLP's place of each block.
+    """A stack of blocks and a last norm. `make_mlp(index)` builds the MLP of a block, or what replaces it.
 
-    `last_norm=False` leaves that norm out, for models that have it after pooling.
+    `last_norm=False` leaves the last norm out, for models that have it after pooling.
     """
 
     def __init__(
@@ -167,7 +169,7 @@ class Encoder(nn.Module):
         self.checkpoint_blocks = False
 
     def forward(self, x_BMD: Tensor, mask: Tensor | None = None, grid: tuple[int, int] | None = None) -> Tensor:
-        """`grid` is (rows, columns) of an image's cells, which are the last tokens."""
+        """Apply all blocks. `grid` is (rows, columns) of an image's patches, which are the last tokens."""
         x_BMD = self.dropout(x_BMD)
         for block in self.blocks:
             if self.checkpoint_blocks and self.training:

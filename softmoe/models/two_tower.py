@@ -1,4 +1,4 @@
-"""Images and texts -> unit vectors in one space, where an image lies near its text.
+"""The two-tower model: images and texts become unit vectors in one space, where an image is near its text.
 
 Letters: B images or texts, M tokens, D width of a tower, E width of the common space.
 """
@@ -19,10 +19,10 @@ EPS = 1e-8
 
 
 class TextTransformer(nn.Module):
-    """(B, M) token numbers, M at most `length` -> (B, E). Not causal: every token sees all.
+    """The text tower, (B, M) token numbers -> (B, E), with M at most `length`. Every token attends to all others.
 
-    With `mask_padding` what follows the first end token is hidden, so more or less of it changes nothing; without,
-    padding is read like text, as in the paper's code, and all texts should be as long.
+    With `mask_padding` everything after the first end token is masked, so the amount of padding does not matter.
+    Without it padding is read like text, as in the paper's code, and all texts should have the same length.
     """
 
     def __init__(self, config: TextConfig, out_dim: int):
@@ -56,14 +56,14 @@ class TextTransformer(nn.Module):
 
 
 class TokenEmbed(nn.Embedding):
-    """A learned vector per token, of length about 1."""
+    """A learned vector per token, drawn with a length of about 1."""
 
     def reset_parameters(self) -> None:
         normal_(self.weight, std=self.embedding_dim**-0.5)
 
 
 class TextPositions(nn.Module):
-    """A learned vector per place, added; shorter texts use the first ones."""
+    """Adds a learned vector per position; shorter texts use the first ones."""
 
     def __init__(self, length: int, dim: int):
         super().__init__()
@@ -78,7 +78,7 @@ class TextPositions(nn.Module):
 
 
 def real_tokens(tokens_BM: Tensor, end_token: int) -> Tensor:
-    """(B, M) bool: True up to and with the first end token. There is always one: texts keep it when they are cut."""
+    """Return a mask that is True up to and including the first end token, which also truncated texts have."""
     end_BM = tokens_BM == end_token
     return end_BM.cumsum(1) - end_BM.long() == 0
 
@@ -95,19 +95,19 @@ def check_text(config: TextConfig) -> None:
 
 
 class Embeddings(NamedTuple):
-    """The vectors and numbers a contrastive loss needs. Logits are image @ text.T * scale + bias."""
+    """The inputs of a contrastive loss, whose logits are image @ text.T * scale + bias."""
 
     image: Tensor | None
-    """(B, E) of length 1"""
+    """(B, E), rows of length 1, like `text`."""
     text: Tensor | None
     scale: Tensor
     bias: Tensor | None
 
 
 class TwoTower(nn.Module):
-    """An image tower without a head and a text tower.
+    """An image tower without a head, and a text tower.
 
-    Images may also come as (B, D) features of the image tower: a locked one is then computed once for all of training.
+    Images may also be given as (B, D) features of the image tower, which need computing only once if it is locked.
     """
 
     def __init__(self, config: TwoTowerConfig):
@@ -129,13 +129,13 @@ class TwoTower(nn.Module):
             nn.init.constant_(self.bias, self.config.bias_init or 0.0)
 
     def forward(self, images: Tensor | None, tokens_BM: Tensor | None) -> Embeddings:
-        """Embed images and texts. Either may be None: then only the other tower runs."""
+        """Embed images and texts. If one of them is None, only the other tower runs."""
         image_BE = None if images is None else self.embed_images(images)
         text_BE = None if tokens_BM is None else self.embed_texts(tokens_BM)
         return Embeddings(image_BE, text_BE, self.log_scale.exp(), self.bias)
 
     def embed_images(self, images: Tensor) -> Tensor:
-        """(B, 3, height, width), or (B, D) features -> (B, E) of length 1."""
+        """Return unit vectors (B, E) of images (B, 3, height, width) or features (B, D)."""
         features_BD = images if images.ndim == 2 else self.image(images)
         return unit(self.projection(features_BD))
 
@@ -143,7 +143,7 @@ class TwoTower(nn.Module):
         return unit(self.text(tokens_BM))
 
     def lock_image_tower(self) -> None:
-        """Keep its weights as they are, its dropout and routing noise off."""
+        """Freeze the image tower and keep it in evaluation mode."""
         self.locked = True
         self.image.requires_grad_(False).eval()
 
@@ -159,7 +159,7 @@ class TwoTower(nn.Module):
 
 
 def unit(x_BE: Tensor) -> Tensor:
-    """Rows of length 1, in float32 at least: the loss multiplies their differences by the scale."""
+    """Normalize rows, in float32 at least, since the loss multiplies their differences by the scale."""
     wide_BE = x_BE.to(torch.promote_types(x_BE.dtype, torch.float32))
     return wide_BE / (torch.linalg.vector_norm(wide_BE, dim=-1, keepdim=True) + EPS)
 

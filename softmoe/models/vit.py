@@ -1,4 +1,4 @@
-"""Images -> tokens -> blocks -> vector -> logits.
+"""The vision transformer: images -> tokens -> blocks -> vector -> logits.
 
 Letters: B images, M tokens, D width.
 """
@@ -9,22 +9,22 @@ import torch
 from torch import Tensor, nn
 
 from softmoe.models.config import TextConfig, ViTConfig
-from softmoe.models.conventions import TimmHabits
+from softmoe.models.conventions import TimmInterface
 from softmoe.models.embed import LearnedPositions, PatchEmbed, SinCosPositions
 from softmoe.models.heads import AttentionPool, FirstPool, Head, LastPool, MeanPool, PreLogits
 from softmoe.models.transformer import MLP, Encoder
 from softmoe.moe.experts import ACTIVATIONS, normal_
 
 
-class VisionTransformer(TimmHabits):
-    """(B, 3, height, width) in [-1, 1] -> (B, classes) logits, or (B, D) features without a head.
+class VisionTransformer(TimmInterface):
+    """A vision transformer, (B, 3, height, width) in [-1, 1] -> (B, classes) logits, or features without a head.
 
-    Any image size of at least one patch works: positions are resampled, slots stay as they are.
+    Any image size of at least one patch works: positions are resampled, slots stay the same.
     """
 
     def __init__(self, config: ViTConfig):
         super().__init__()
-        check(config)
+        check_vit(config)
         self.config = config
         D = config.width
         self.embed = PatchEmbed(config.patch_size, D)
@@ -50,12 +50,12 @@ class VisionTransformer(TimmHabits):
         return self.forward_head(self.forward_features(images))
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """(B, 3, height, width) -> (B, M, D): the tokens after the last norm; class token and registers come first."""
+        """Return the tokens after the last norm, (B, M, D); class token and registers come first."""
         x_BMD, grid = self.embed_images(images)
         return self.encoder(x_BMD, grid=grid)
 
     def embed_images(self, images: Tensor) -> tuple[Tensor, tuple[int, int]]:
-        """(B, 3, height, width) -> (B, M, D), the tokens before the first block, and (rows, columns) of the cells."""
+        """Return the tokens before the first block, (B, M, D), and the (rows, columns) of the patches."""
         if images.ndim != 4 or images.shape[1] != 3:
             raise ValueError(f"expected images of shape (batch, 3, height, width), got {tuple(images.shape)}")
         grid = self.embed.grid(images.shape[2], images.shape[3])
@@ -68,14 +68,14 @@ class VisionTransformer(TimmHabits):
         return self.pre_norm(x_BMD), grid
 
     def forward_head(self, x_BMD: Tensor, pre_logits: bool = False) -> Tensor:
-        """Tokens -> logits, or with `pre_logits` the vector the head would see (what few-shot evaluation uses)."""
+        """Return logits, or with `pre_logits` the vector that the head would get, which few-shot evaluation uses."""
         seen_BMD = x_BMD if self.registers is None or self.class_token is not None else x_BMD[:, self.config.prefix :]
         vector_BD = self.pre_logits(self.pool_norm(self.pool(seen_BMD)))
         return vector_BD if pre_logits else self.head(vector_BD)
 
 
 def make_encoder(config: ViTConfig | TextConfig) -> Encoder:
-    """The blocks of a tower, with experts in the MLP's place where the settings say so."""
+    """Build the blocks of a tower, with an MoE in the blocks that the config names."""
     c = config
 
     def make_mlp() -> MLP:
@@ -102,7 +102,7 @@ def make_pool(config: ViTConfig | TextConfig) -> nn.Module:
     return {"mean": MeanPool, "class": FirstPool, "last": LastPool}[c.pool]()
 
 
-def check(config: ViTConfig) -> None:
+def check_vit(config: ViTConfig) -> None:
     if not isinstance(config.image_size, int) and len(config.image_size) != 2:
         raise ValueError(f"image_size must be one number or (height, width), got {config.image_size}")
     for name in ("patch_size", "width", "depth", "mlp_dim", "heads"):
