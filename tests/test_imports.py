@@ -25,7 +25,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     BUILDER: {"machine", WRITER},
     "data": {"machine", BUILDER, WRITER},
     "storage": {"moe", "models", "machine", "__version__"},
-    **dict.fromkeys(("accelerate", "budget", "parallel", "inference", "convert"), MIDDLE),
+    **dict.fromkeys(("accelerate", "budget", "inference", "convert"), MIDDLE),
+    "parallel": MIDDLE | {"budget.plan"},  # it makes the layouts that are planned there
     **dict.fromkeys(("train", "evaluate", "inspection"), UPPER),
     "transfer": UPPER | {"train"},
     **dict.fromkeys(("studies", "recipes", "bench", "report", "cli", "timm", "api"), ALL),

@@ -30,7 +30,7 @@ class RouterTerms(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Coefficients per block of M*D, A*M*M, A*M and M; of M*H per dense MLP; of M*D once; of the classes once."""
+    """Coefficients of the FLOPs outside matrix products, in one pass; _TERMS says of what."""
 
     tokens: int
     pairs: int
@@ -39,50 +39,37 @@ class Terms(NamedTuple):
     hidden: int
     outside: int
     classes: int
-    qk_norm: tuple[int, int]  # what is saved without it: M*D and A*M
+    qk_norm: tuple[int, int]
     pool: int
     routers: dict[str, RouterTerms]
 
 
-FORWARD = Terms(
-    tokens=34,
-    pairs=4,
-    head_rows=7,
-    token_rows=8,
-    hidden=9,
-    outside=12,
-    classes=0,
-    qk_norm=(12, 7),
-    pool=1,
-    routers={
-        "soft": RouterTerms(4, 9, 3, 8),
-        "soft_uniform": RouterTerms(4, 9, 3, 8),
-        "uniform_soft": RouterTerms(4, 9, 3, 8),
-        "uniform": RouterTerms(0, 9, 3, 8),
-        "identity": RouterTerms(0, 9, 4, 0),
-        "tokens_choice": RouterTerms(0, 9, 4, 4, mask=5),
-        "experts_choice": RouterTerms(0, 9, 4, 4, mask=5),
-    },
-)
-TRAIN = Terms(
-    tokens=94,
-    pairs=10,
-    head_rows=35,
-    token_rows=34,
-    hidden=24,
-    outside=27,
-    classes=14,
-    qk_norm=(40, 35),
-    pool=3,
-    routers={
-        "soft": RouterTerms(14, 24, 7, 22),
-        "soft_uniform": RouterTerms(14, 24, 7, 15),
-        "uniform_soft": RouterTerms(14, 24, 7, 15),
-        "uniform": RouterTerms(0, 24, 7, 8),
-        "identity": RouterTerms(0, 24, 9, 0),
-        "tokens_choice": RouterTerms(0, 24, 9, 280, mask=9),
-        "experts_choice": RouterTerms(0, 24, 9, 90, mask=9),
-    },
+_TERMS: dict[str, tuple[Any, Any]] = {  # forward, and forward and backward
+    "tokens": (34, 94),  # of M*D, per block
+    "pairs": (4, 10),  # of A*M*M, per block
+    "head_rows": (7, 35),  # of A*M, per block
+    "token_rows": (8, 34),  # of M, per block
+    "hidden": (9, 24),  # of M*H, per dense MLP
+    "outside": (12, 27),  # of M*D, once
+    "classes": (0, 14),  # of the classes, once
+    "qk_norm": ((12, 7), (40, 35)),  # what a block saves without it: of M*D and of A*M
+    "pool": (1, 3),
+}
+_ROUTER_TERMS = {
+    "soft": (RouterTerms(4, 9, 3, 8), RouterTerms(14, 24, 7, 22)),
+    "soft_uniform": (RouterTerms(4, 9, 3, 8), RouterTerms(14, 24, 7, 15)),
+    "uniform_soft": (RouterTerms(4, 9, 3, 8), RouterTerms(14, 24, 7, 15)),
+    "uniform": (RouterTerms(0, 9, 3, 8), RouterTerms(0, 24, 7, 8)),
+    "identity": (RouterTerms(0, 9, 4, 0), RouterTerms(0, 24, 9, 0)),
+    "tokens_choice": (RouterTerms(0, 9, 4, 4, mask=5), RouterTerms(0, 24, 9, 280, mask=9)),
+    "experts_choice": (RouterTerms(0, 9, 4, 4, mask=5), RouterTerms(0, 24, 9, 90, mask=9)),
+}
+FORWARD, TRAIN = (
+    Terms(
+        **{name: both[k] for name, both in _TERMS.items()},
+        routers={name: both[k] for name, both in _ROUTER_TERMS.items()},
+    )
+    for k in (0, 1)
 )
 
 

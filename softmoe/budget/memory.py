@@ -1,9 +1,9 @@
 """Estimate the bytes of training before anything runs.
 
 Weights, gradients and optimizer state are exact. Activations are the tensors that autograd keeps for the backward pass,
-by formula: what eager PyTorch keeps on a CPU with its fused attention (ours, which large models have there, keeps a
-little less). Not in it: short-lived temporaries, the allocator's waste, and the copies that compiled or distributed
-programs make. Letters: see parts.py; B images.
+by formula, in eager PyTorch on a CPU with its fused attention (that of softmoe.accelerate keeps a little less). Not
+counted: short-lived temporaries, the allocator's waste, and the copies that compiled or distributed programs make.
+Letters: see parts.py; B images.
 """
 
 from dataclasses import dataclass

@@ -27,7 +27,7 @@ KNOWN = (*SPARSE, *MIXING, "identity")
 
 @dataclass(frozen=True)
 class Routed:
-    """One MoE layer. `rows` and `mask` are per image; groups may span images, so they may be fractions.
+    """The numbers of an MoE layer. `rows` and `mask` are per image, so they may be fractions if groups span images.
 
     layers       how many MoE layers the model has
     rows         S: rows that go through the experts
@@ -50,7 +50,7 @@ class Routed:
 
 
 def checked(config: ViTConfig) -> ViTConfig:
-    """Refuse what cannot be built. The model would say it too, but building one without storage takes torch seconds."""
+    """Raise ValueError for a model that cannot be built, without the seconds that building it takes."""
     check_vit(config)
     if config.width % config.heads:
         raise ValueError(f"heads must divide the width: {config.width} is not a multiple of {config.heads}")
@@ -85,7 +85,7 @@ def routed(config: ViTConfig) -> Routed | None:
 
 
 def counted_as(router: RouterConfig) -> str:
-    """The router whose formulas hold: this one, or the nearest that its config inherits from."""
+    """Return the name of the router whose formulas apply: this one, or the nearest that its config inherits from."""
     names = [kind.name for kind in type(router).__mro__ if issubclass(kind, RouterConfig) and hasattr(kind, "name")]
     for name in names:
         if name in KNOWN:
@@ -123,8 +123,8 @@ def parts(config: ViTConfig, *, one_hot: bool = False) -> dict[str, Part]:
     dense = L - (moe.replaced if moe else 0)
     one_mlp = mlp_params(D, H)
     routing, experts = Part(0, 0), Part(0, 0)
-    if moe:
-        routing = Part(moe.layers * router_params(c), round(moe.layers * router_macs(c, one_hot)))
+    if moe and c.moe:
+        routing = Part(moe.layers * router_params(c.moe.router, D), round(moe.layers * router_macs(c, one_hot)))
         one_expert = mlp_params(D, moe.hidden)
         experts = Part(moe.layers * moe.experts * one_expert, round(moe.layers * 2 * moe.rows * D * moe.hidden))
     return {
@@ -171,14 +171,9 @@ def mlp_params(D: int, H: int) -> int:
     return 2 * D * H + H + D
 
 
-def router_params(config: ViTConfig) -> int:
-    """Counted in the router itself, which is small, so that a router of anybody's is right."""
-    assert config.moe is not None
-    return _router_params(config.moe.router, config.width)
-
-
 @cache
-def _router_params(router: RouterConfig, width: int) -> int:
+def router_params(router: RouterConfig, width: int) -> int:
+    """Build the router and count its parameters, which holds for routers of anybody's too."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in router.build(width).parameters())
 
@@ -194,9 +189,9 @@ def router_macs(config: ViTConfig, one_hot: bool) -> Fraction:
 
 
 def macs_without_gradient(config: ViTConfig, *, one_hot: bool = False) -> Fraction:
-    """Multiply-accumulates that the backward pass is spared: for the gradient of an operand that needs none.
+    """Count the multiply-accumulates that the backward pass saves because an operand needs no gradient.
 
-    That is the pixels, the 0/1 mask of the one-hot dispatch, and the fixed weights of uniform routers.
+    Such operands are the pixels, the 0/1 mask of the one-hot dispatch, and the fixed weights of uniform routers.
     """
     M, D, moe = config.tokens, config.width, routed(config)
     spared = Fraction(embedding(config).macs)

@@ -9,6 +9,7 @@ trace (with recomputation they may be a quarter above it). The time is a rooflin
 and `step_seconds`.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
@@ -45,9 +46,9 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh of devices, as numbers."""
+    """How many devices there are, own the experts together, and keep the other weights together."""
 
-    devices: int
+    world: int
     expert: int = 1
     shard: int = 1
 
@@ -58,7 +59,41 @@ class Layout:
 
     @property
     def copies(self) -> int:
-        return self.devices // (self.expert * self.pieces)
+        """The number of copies of each expert."""
+        return self.world // (self.expert * self.pieces)
+
+    def check(self) -> None:
+        """Raise ValueError for numbers that no mesh of so many devices can have."""
+        W, E, S = self.world, self.expert, self.shard
+        for name, value in (("expert", E), ("shard", S)):
+            if value < 1 or W % value:
+                raise ValueError(
+                    f"parallel.{name} must divide the number of processes: got {value} for {W}; "
+                    f"possible are {', '.join(map(str, divisors(W)))}"
+                )
+        if E % S and S % E:
+            raise ValueError(
+                f"one of parallel.expert and parallel.shard must be a multiple of the other, got {E} and {S}"
+            )
+
+    def check_experts(self, num_experts: int, dim: int, hidden_dim: int) -> None:
+        """Raise ValueError for experts that cannot be divided evenly among their owners."""
+        N, E, pieces = num_experts, self.expert, self.pieces
+        if N % E:
+            possible = [d for d in divisors(N) if self.world % d == 0]
+            raise ValueError(
+                f"{N} experts cannot be shared evenly by {E} ranks: with {self.world} processes parallel.expert can be "
+                f"{', '.join(map(str, possible))}; parallel.shard cuts the experts further"
+            )
+        if dim % pieces or hidden_dim % pieces:
+            raise ValueError(
+                f"experts of width {dim} and hidden width {hidden_dim} cannot be cut in {pieces} equal pieces: "
+                "lower parallel.shard, or raise parallel.expert"
+            )
+
+
+def divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 @dataclass(frozen=True)
@@ -114,7 +149,7 @@ class Plan:
 
     @property
     def images(self) -> int:
-        return self.settings.batch // self.layout.devices
+        return self.settings.batch // self.layout.world
 
     @cached_property
     def expert_params(self) -> int:
@@ -149,7 +184,7 @@ class Plan:
         """Return the bytes that FSDP has gathered: all that is outside the blocks, as it arrives and as it is used; or
         that, and a block as it arrives, as it is used and as a gradient. And the slots on their way, twice.
         """
-        if self.layout.devices == 1:
+        if self.layout.world == 1:
             return 0
         block, outside = self._block_params(), self.other_params - self._all_blocks_params()
         gathered = max(2 * outside, outside + 3 * block)
@@ -164,7 +199,7 @@ class Plan:
         if moe is None:
             return dense
         experts = moe.experts * mlp_params(D, moe.hidden)
-        mine = 0 if self.layout.devices == self.layout.expert else experts // self.layout.expert
+        mine = 0 if self.layout.world == self.layout.expert else experts // self.layout.expert
         router = price(self.config).parts["routing"].params // moe.layers
         kept = 0 if moe.replaced else mlp
         return max(attention + kept + router + mine, dense if moe.layers < self.config.depth else 0)
@@ -185,7 +220,7 @@ class Plan:
     def placements(self) -> tuple[tuple[int, int, int, int], ...]:
         """Return, of the rest and of the experts, (parameters a rank uses, parts, copies, ranks the parts span)."""
         L = self.layout
-        rest = (self.other_params, L.shard, L.devices // L.shard, L.shard)
+        rest = (self.other_params, L.shard, L.world // L.shard, L.shard)
         return rest, (self.expert_params // L.expert, L.pieces, L.copies, L.expert * L.pieces)
 
     def traffic(self) -> Traffic:
@@ -215,7 +250,7 @@ class Plan:
         for params, cut, copies, span in self.placements():
             size = params * self.settings.weight_bytes
             moved += 3 * size * (cut - 1) / cut / rate(h, span)  # gathered twice, scattered once
-            moved += 2 * size / cut * (copies - 1) / copies / rate(h, L.devices)
+            moved += 2 * size / cut * (copies - 1) / copies / rate(h, L.world)
         return {"products": products, "exchange": exchange, "other links": moved, "update": update}
 
     def seconds(self, hardware: Hardware) -> float:
@@ -233,18 +268,15 @@ def rate(hardware: Hardware, ranks: int) -> float:
 
 
 def layouts(config: ViTConfig, devices: int) -> list[Layout]:
-    """List every mesh on which softmoe.parallel can put the model."""
-    moe, D = routed(config), config.width
-    H = moe.hidden if moe else 0
+    """List every layout in which softmoe.parallel can put the model on so many devices."""
+    moe, numbers = routed(config), divisors(devices)
     found = []
-    for expert in divisors(devices):
-        if expert > 1 and (moe is None or moe.experts % expert):
-            continue
-        for shard in divisors(devices):
-            layout = Layout(devices, expert, shard)
-            nested = shard % expert == 0 or expert % shard == 0
-            if nested and (expert == 1 or (D % layout.pieces == 0 and H % layout.pieces == 0)):
-                found.append(layout)
+    for layout in (Layout(devices, expert, shard) for expert in numbers for shard in numbers):
+        with suppress(ValueError):
+            layout.check()
+            if layout.expert > 1:
+                layout.check_experts(moe.experts if moe else 1, config.width, moe.hidden if moe else 0)
+            found.append(layout)
     return found
 
 
@@ -286,7 +318,3 @@ def most_experts(config: ViTConfig, devices: int, settings: Settings, hardware: 
             break
         N *= 2
     return largest
-
-
-def divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]

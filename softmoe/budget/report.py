@@ -30,13 +30,7 @@ def models_report(models: dict[str, ViTConfig], convention: Convention = "ours")
     height, width = first.image_shape
     classes = "no head" if first.num_classes is None else f"{first.num_classes:,} classes"
     totals = [
-        [
-            name,
-            f"{c.params:,}",
-            f"{c.macs / 1e9:.3f}",
-            f"{c.forward_flops / 1e9:.3f}",
-            f"{c.train_flops / 1e9:.3f}",
-        ]
+        [name, f"{c.params:,}", *(f"{count / 1e9:.3f}" for count in (c.macs, c.forward_flops, c.train_flops))]
         for name, c in costs.items()
     ]
     lines = [
@@ -158,14 +152,14 @@ def paper_values() -> dict[str, Any]:
 
 
 def aligned_columns(header: list[str], rows: list[list[str]], left: tuple[int, ...] = (0,)) -> list[str]:
-    """Format a header, a rule and rows as lines; the columns in `left` hold words, the others numbers."""
+    """Format a header, a rule and rows as lines; columns are aligned right, except those in `left`."""
     head, *lines = aligned([header, *rows], left)
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     return [head, "-" * (sum(widths) + 2 * (len(widths) - 1)), *lines]
 
 
 def aligned(lines: Sequence[Sequence[str]], left: tuple[int, ...] = (0,)) -> list[str]:
-    """Put the cells of all lines under each other; the columns in `left` hold words, the others numbers."""
+    """Align the cells of all lines in columns, to the right except those in `left`."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
@@ -192,7 +186,7 @@ def plan_report(name: str, candidates: list[Plan], hardware: Hardware, most: int
     fitting = [plan for plan in candidates if plan.memory().peak <= hardware.memory]
     first = candidates[0]
     lines = [
-        f"{name}: {first.other_params + first.expert_params:,} parameters on {first.layout.devices} devices of "
+        f"{name}: {first.other_params + first.expert_params:,} parameters on {first.layout.world} devices of "
         f"{hardware.memory / 1e9:g} GB, {first.settings.batch} images per step",
         "",
     ]
@@ -268,8 +262,9 @@ def plan_values(candidates: list[Plan], hardware: Hardware, most: int | None) ->
 
 
 def values(plan: Plan, hardware: Hardware) -> dict[str, Any]:
+    L = plan.layout
     return {
-        "layout": asdict(plan.layout),
+        "layout": {"devices": L.world, "expert": L.expert, "shard": L.shard},
         "settings": asdict(plan.settings),
         "memory": asdict(plan.memory()),
         "traffic": asdict(plan.traffic()),

@@ -14,11 +14,10 @@ if TYPE_CHECKING:
         whole,
     )
     from softmoe.parallel.spread import (
+        Layout,
         Mesh,
-        Sizes,
         apply,
         building,
-        check_experts,
         check_groups,
         check_model,
         make_mesh,
@@ -26,11 +25,10 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "Layout",
     "Mesh",
-    "Sizes",
     "apply",
     "building",
-    "check_experts",
     "check_groups",
     "check_model",
     "clip_by_global_norm",

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from softmoe.models import VisionTransformer, ViTConfig
 from softmoe.parallel.reduce import local
-from softmoe.parallel.spread import Sizes, apply, make_mesh
+from softmoe.parallel.spread import Layout, apply, make_mesh
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Trace:
     """all_to_all, gather, reduce: the larger side of each collective, summed over a step."""
 
 
-def dry_run(config: ViTConfig, sizes: Sizes, images: int, *, checkpointing: bool = False) -> Trace:
+def dry_run(config: ViTConfig, sizes: Layout, images: int, *, checkpointing: bool = False) -> Trace:
     """Trace one float32 AdamW step on `images` images per rank.
 
     Makes a process group of its own: call it in a process that has none, for example `python -c`.

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from softmoe.budget.plan import Layout
 from softmoe.models import TwoTower, VisionTransformer, ViTConfig
 from softmoe.models.transformer import Block
 from softmoe.moe import Experts, MoE, SparseConfig
@@ -33,40 +34,8 @@ from softmoe.parallel.reduce import mean_over_ranks
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """The plan of a mesh, before there is one. Numbers only."""
-
-    world: int
-    expert: int = 1
-    shard: int = 1
-
-    @property
-    def pieces(self) -> int:
-        """The number of pieces each expert is cut into."""
-        return max(1, self.shard // self.expert)
-
-    @property
-    def copies(self) -> int:
-        """The number of copies of each expert."""
-        return self.world // (self.expert * self.pieces)
-
-    def check(self) -> None:
-        W, E, S = self.world, self.expert, self.shard
-        for name, value in (("expert", E), ("shard", S)):
-            if value < 1 or W % value:
-                raise ValueError(
-                    f"parallel.{name} must divide the number of processes: got {value} for {W}; "
-                    f"possible are {', '.join(map(str, divisors(W)))}"
-                )
-        if E % S and S % E:
-            raise ValueError(
-                f"one of parallel.expert and parallel.shard must be a multiple of the other, got {E} and {S}"
-            )
-
-
-@dataclass(frozen=True)
 class Mesh:
-    sizes: Sizes
+    sizes: Layout
     experts: DeviceMesh
     """(copies, pieces, expert)"""
     rest: DeviceMesh
@@ -90,7 +59,7 @@ def make_mesh(expert: int = 1, shard: int = 1, device_type: str = "cpu", *, time
     """
     if not dist.is_initialized():
         raise ValueError("there is no process group: start with torchrun, or call torch.distributed.init_process_group")
-    sizes = Sizes(dist.get_world_size(), expert, shard)
+    sizes = Layout(dist.get_world_size(), expert, shard)
     sizes.check()
     experts = init_device_mesh(
         device_type, (sizes.copies, sizes.pieces, expert), mesh_dim_names=("copies", "pieces", "expert")
@@ -100,10 +69,6 @@ def make_mesh(expert: int = 1, shard: int = 1, device_type: str = "cpu", *, time
         for group in (*experts.get_all_groups(), *rest.get_all_groups()):
             _set_pg_timeout(timeout, group)
     return Mesh(sizes, experts, rest)
-
-
-def divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 AnyModel = TypeVar("AnyModel", bound=VisionTransformer | TwoTower)
@@ -119,7 +84,7 @@ def building(mesh: Mesh, **options: Any) -> Iterator[None]:
 
     def keep_mine(layer: nn.Module, name: str, part: nn.Module | None) -> nn.Module | None:
         if owns and isinstance(layer, MoE) and isinstance(part, Experts) and not isinstance(part, OwnedExperts):
-            check_experts(part.num_experts, part.dim, part.hidden_dim, mesh.sizes)
+            mesh.sizes.check_experts(part.num_experts, part.dim, part.hidden_dim)
             return OwnedExperts(part, mesh.experts["expert"])
         if isinstance(layer, nn.ModuleList) and isinstance(part, Block):
             _spread_block(part, mesh, **options)
@@ -235,7 +200,7 @@ def moe_layers(model: nn.Module) -> list[MoE]:
     return [module for module in model.modules() if isinstance(module, MoE)]
 
 
-def check_model(model: nn.Module, sizes: Sizes) -> None:
+def check_model(model: nn.Module, sizes: Layout) -> None:
     """Raise ValueError, before anything is changed, for experts that cannot be shared out on these ranks."""
     sizes.check()
     for layer in moe_layers(model):
@@ -243,22 +208,7 @@ def check_model(model: nn.Module, sizes: Sizes) -> None:
             return
         if not isinstance(layer.experts, Experts):
             raise ValueError(f"only softmoe.moe.Experts can be owned by ranks, got {type(layer.experts).__name__}")
-        check_experts(layer.experts.num_experts, layer.experts.dim, layer.experts.hidden_dim, sizes)
-
-
-def check_experts(num_experts: int, dim: int, hidden_dim: int, sizes: Sizes) -> None:
-    N, E, pieces = num_experts, sizes.expert, sizes.pieces
-    if N % E:
-        possible = [d for d in range(1, N + 1) if N % d == 0 and sizes.world % d == 0]
-        raise ValueError(
-            f"{N} experts cannot be shared evenly by {E} ranks: with {sizes.world} processes parallel.expert can be "
-            f"{', '.join(map(str, possible))}; parallel.shard cuts the experts further"
-        )
-    if dim % pieces or hidden_dim % pieces:
-        raise ValueError(
-            f"experts of width {dim} and hidden width {hidden_dim} cannot be cut in {pieces} equal pieces: "
-            "lower parallel.shard, or raise parallel.expert"
-        )
+        sizes.check_experts(layer.experts.num_experts, layer.experts.dim, layer.experts.hidden_dim)
 
 
 def check_groups(config: ViTConfig, images: int) -> None:

@@ -179,7 +179,7 @@ def process_team(config: ParallelSection, device: str = "auto") -> Iterator[Team
     from softmoe import parallel
 
     cuda = torch.cuda.is_available() and device in ("auto", "cuda")
-    parallel.Sizes(world, config.expert, config.shard).check()
+    parallel.Layout(world, config.expert, config.shard).check()
     patience = timedelta(seconds=config.timeout)
     rank, host = int(os.environ["RANK"]), socket.gethostname()
     try:

@@ -11,7 +11,6 @@ from softmoe.budget.plan import DEVICES, Layout, Plan, Settings, best_plan, layo
 from softmoe.budget.report import plan_report
 from softmoe.cli.cost import parse_bytes, plan_command
 from softmoe.models import ViTConfig, model_config
-from softmoe.parallel import Sizes, check_experts
 
 A100 = DEVICES["a100-40"]
 
@@ -55,15 +54,15 @@ def test_layouts_are_those_that_can_be_made(devices):
     assert config.moe is not None
     for expert in range(1, devices + 1):
         for shard in range(1, devices + 1):
-            sizes = Sizes(devices, expert, shard)
+            layout = Layout(devices, expert, shard)
             try:
-                sizes.check()
+                layout.check()
                 if expert > 1:
-                    check_experts(config.moe.num_experts, config.width, config.mlp_dim, sizes)
+                    layout.check_experts(config.moe.num_experts, config.width, config.mlp_dim)
                 possible = True
             except ValueError:
                 possible = False
-            assert (Layout(devices, expert, shard) in layouts(config, devices)) == possible, sizes
+            assert (layout in layouts(config, devices)) == possible, layout
 
 
 def test_one_device_is_memory():

@@ -3,12 +3,12 @@
 from typing import Any
 
 from softmoe.models import ViTConfig
-from softmoe.parallel import Sizes
+from softmoe.parallel import Layout
 from softmoe.parallel.dry_run import Trace, dry_run
 
 
 def trace(rank: int, world: int, cases: list[tuple[ViTConfig, tuple[int, int, int], int, bool]]) -> list[Trace]:
-    return [dry_run(config, Sizes(*sizes), images, checkpointing=again) for config, sizes, images, again in cases]
+    return [dry_run(config, Layout(*sizes), images, checkpointing=again) for config, sizes, images, again in cases]
 
 
 def trace_all(cases: list[Any]) -> list[Trace]:

@@ -5,7 +5,7 @@ from parallel import checks
 
 from softmoe import parallel
 from softmoe.models import model_config
-from softmoe.parallel import Sizes
+from softmoe.parallel import Layout
 
 
 def test_numbers_that_do_not_divide():
@@ -13,13 +13,13 @@ def test_numbers_that_do_not_divide():
     with pytest.raises(
         ValueError, match=r"parallel\.expert must divide the number of processes: got 3 for 4; possible are 1, 2, 4"
     ):
-        Sizes(4, 3, 1).check()
+        Layout(4, 3, 1).check()
     with pytest.raises(ValueError, match=r"parallel\.shard must divide .* got 0 for 4"):
-        Sizes(4, 1, 0).check()
+        Layout(4, 1, 0).check()
     with pytest.raises(
         ValueError, match=r"one of parallel.expert and parallel.shard must be a multiple of the other, got 2 and 3"
     ):
-        Sizes(6, 2, 3).check()
+        Layout(6, 2, 3).check()
 
 
 def test_experts_that_do_not_divide():
@@ -28,18 +28,18 @@ def test_experts_that_do_not_divide():
     with pytest.raises(
         ValueError, match=r"6 experts cannot be shared evenly by 4 ranks: .* parallel.expert can be 1, 2; "
     ):
-        parallel.check_model(model, Sizes(4, 4))
+        parallel.check_model(model, Layout(4, 4))
     with pytest.raises(
         ValueError, match=r"4 experts cannot be shared evenly by 8 ranks: .* can be 1, 2, 4; parallel.shard"
     ):
-        parallel.check_model(checks.make_model("soft"), Sizes(8, 8))
-    parallel.check_model(checks.make_model("soft"), Sizes(8, 4, 8))  # more ranks than experts: cut them
+        parallel.check_model(checks.make_model("soft"), Layout(8, 8))
+    parallel.check_model(checks.make_model("soft"), Layout(8, 4, 8))  # more ranks than experts: cut them
 
 
 def test_pieces_that_do_not_divide():
     """Experts are cut along their width; an odd width is refused."""
     with pytest.raises(ValueError, match="width 8 and hidden width 12 cannot be cut in 8 equal pieces"):
-        parallel.check_model(checks.make_model("soft"), Sizes(16, 2, 16))
+        parallel.check_model(checks.make_model("soft"), Layout(16, 2, 16))
 
 
 def test_groups_stay_on_a_rank():
