@@ -1,7 +1,7 @@
-"""Time the package on this machine, its parts and its rivals: medians of calls in turn.
+"""Benchmarks of the package, its parts and its rivals on this machine: medians of calls that take turns.
 
-Every row has its share of the roofline. A suite is a function of the roofline's probes that yields rows as they are
-ready.
+A suite is a function that gets the probes of the roofline and yields rows as they are ready, each with its share of the
+roofline.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,15 +22,13 @@ SUITES = {
     "peers": "softmoe.bench.peers:bench_peers",
     "scaling": "softmoe.bench.cases:bench_scaling",
 }
-
-
 ON_CUDA = ("layer", "model", "infer", "routers", "scaling")
 """The suites that can be timed on a GPU; the others measure the processor, its files or whole processes."""
 
 
 @contextmanager
 def timed_on(device: str, what: str, precision: str = "float32") -> Iterator[None]:
-    """Make every tensor inside on that device, with products in that precision. ValueError where it cannot be used."""
+    """Create tensors on that device in this context, with products in that precision. ValueError if it cannot be."""
     import torch
 
     from softmoe.machine import choose_device
@@ -48,6 +46,6 @@ def timed_on(device: str, what: str, precision: str = "float32") -> Iterator[Non
 
 
 def suite(name: str) -> "Callable[..., Iterator[Row]]":
-    """Find the suite of that name: `suite(name)(probes, seconds=15.0)`, seconds for each group that takes turns."""
+    """Return the suite of that name, to be called as `suite(name)(probes, seconds=15.0)`: seconds for each case."""
     module, _, function = SUITES[name].partition(":")
     return getattr(import_module(module), function)

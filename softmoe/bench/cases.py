@@ -1,7 +1,7 @@
-"""Compare functions in turn: how a step is made and becomes a row, and the suites of models, layers and routers.
+"""Compare modules: how a step is made, timed and becomes a row, and the suites of models, routers and inference.
 
-A prepared model's roofline counts the weights in the bytes they are stored in: int8 must be four times as fast as
-float32 to have the same share. Each of its names says how far the outputs are from the plain model's.
+The roofline of a prepared model counts the weights in the bytes they are stored in: int8 must be four times as fast as
+float32 to have the same share. The names of prepared models say how far their outputs are from the plain model's.
 
 Letters: B images, M tokens, D width, H hidden width, N experts, P slots per expert, C slots per expert and image,
 T = B*M tokens, S rows per expert.
@@ -23,13 +23,13 @@ from softmoe.moe import Experts, ExpertsChoiceRouter, MoE, Router, Routing, Soft
 from softmoe.moe.routing import SparseRouting
 
 M, D, H = 196, 384, 1536  # S/16 at 224 pixels
-LONG, NARROW = 4096, 128  # tokens and width of `bench_scaling`: as many slots as tokens; 4,096 experts are 2.1 GB
+LONG, NARROW = 4096, 128  # tokens and width of `bench_scaling`; its 4,096 experts take 2.1 GB
 COUNTS = (8, 32, 128, 512, 1024, 2048, 4096)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One timing: which case, which phase (forward, train, image), and whose."""
+    """The timing of one contender in one case and phase (forward, train, image)."""
 
     case: str
     phase: str
@@ -38,12 +38,12 @@ class Row:
     roofline: float | None
     """Least possible time of the work on this machine, divided by the measured time."""
     peak_bytes: int | None = None
-    """The most memory the process ever had, where the row had one to itself; on CUDA that of the weights and a call."""
+    """The peak memory of the process, if the row had a process to itself; on CUDA that of the weights and a call."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A module, its input, and the least work that its roofline counts (None: no roofline)."""
+    """A module to time with its input, and the work of its roofline (None: no roofline)."""
 
     module: nn.Module
     x: Tensor
@@ -67,19 +67,17 @@ def bench_model(probes: Probes, *, seconds: float = 15.0) -> Iterator[Row]:
 def compare(
     case: str, contenders: dict[str, Contender], probes: Probes, *, train: bool, seconds: float
 ) -> Iterator[Row]:
-    """Time all contenders in turn with the roofline's probes: a forward pass without gradients, then a train step."""
+    """Time all contenders in turn with the probes of the roofline: a forward pass, then a train step if asked for."""
     for phase in ("forward", "train") if train else ("forward",):
         make = forward_step if phase == "forward" else train_step
         functions = {name: make(c) for name, c in contenders.items()}
         timings = interleave(functions | probes.functions(), seconds=seconds)
         roofline = probes.roofline(timings)
         for name, contender in contenders.items():
-            fraction = None
-            if contender.work is not None:
-                least = roofline.seconds(*getattr(contender.work, phase)())
-                fraction = least / timings[name].median
+            work = contender.work and getattr(contender.work, phase)()
+            share = None if work is None else roofline.seconds(*work) / timings[name].median
             memory = stored_bytes(contender.module) + allocated_by(functions[name]) if on_cuda() else None
-            yield Row(case, phase, name, timings[name], fraction, memory)
+            yield Row(case, phase, name, timings[name], share, memory)
 
 
 def forward_step(contender: Contender) -> Callable[[], object]:
@@ -112,7 +110,7 @@ def train_step(contender: Contender) -> Callable[[], object]:
 
 @dataclass(frozen=True)
 class StoredWork(Work):
-    """A forward pass that reads its weights in the bytes they are stored in."""
+    """The work of a forward pass that reads its weights in the bytes they are stored in."""
 
     stored: float = 0.0
     """Bytes of all weights."""
@@ -192,7 +190,7 @@ def bench_routers(probes: Probes, *, seconds: float = 15.0) -> Iterator[Row]:
 
 @torch.no_grad()
 def compare_moves(N: int, routers: dict[str, Router], tokens: Tensor, probes: Probes, seconds: float) -> Iterator[Row]:
-    """Time dispatch and combine alone. Their least traffic: every row read and written, both ways."""
+    """Time dispatch and combine alone; their work is to read and write every row, both ways."""
     functions: dict[str, Callable[[], object]] = {}
     rows: dict[str, int] = {}
     for name, router in routers.items():
@@ -218,7 +216,7 @@ def moves(routing: Routing, tokens: Tensor) -> Callable[[], object]:
 
 
 class OneHotRouting(Routing):
-    """A sparse routing as products with (B, M, N, C) matrices of zeros and ones, as the reference does: the baseline.
+    """The baseline: a sparse routing by products with one-hot (B, M, N, C) matrices, as the reference does.
 
     One image is a group.
     """
@@ -230,7 +228,7 @@ class OneHotRouting(Routing):
         token_NBC = routing.token_of_slot_NS.view(N, images, self.capacity)
         gate_NBC = routing.gate_NS.view(N, images, self.capacity)
         own = token_NBC < images * length
-        place_NBC = torch.where(own, token_NBC % length, length)  # one token more, for empty slots
+        place_NBC = torch.where(own, token_NBC % length, length)  # empty slots hold one token more
         hot_NBCM = torch.nn.functional.one_hot(place_NBC, length + 1)[..., :-1].to(gate_NBC.dtype)
         self.dispatch_BMNC = hot_NBCM.permute(1, 3, 0, 2).contiguous()
         self.combine_BMNC = (hot_NBCM * gate_NBC.unsqueeze(-1)).permute(1, 3, 0, 2).contiguous()

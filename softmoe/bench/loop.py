@@ -1,4 +1,4 @@
-"""Time the training loop against the bare train step, data included, and how fast images are made and read."""
+"""The suites of the training loop, with and without its data, and of drawing and reading images."""
 
 import io
 import tempfile
@@ -27,9 +27,9 @@ RAW = "JPEG, decode, crop, to a raw batch"
 
 
 def bench_loop(probes: Probes, *, seconds: float = 15.0, rounds: int = 41) -> Iterator[Row]:
-    """Time for each quickstart model a step on ready batches, and one with the data being made beside it.
+    """Time a step of each quickstart model on ready batches, and with the data made beside it.
 
-    The two take turns in one process, on the same model, the same batches and the same update.
+    The two take turns in one process, with the same model, batches and update.
     """
     roofline = probes.roofline(interleave(probes.functions(), rounds=7))
     for module in (quickstart, quickstart_dense):
@@ -37,8 +37,8 @@ def bench_loop(probes: Probes, *, seconds: float = 15.0, rounds: int = 41) -> It
         with tempfile.TemporaryDirectory() as folder:
             config = module.recipe()
             config = replace(config, runs=folder, log=replace(config.log, quiet=True))
-            together = config.data.prefetch  # batches that may be made at once: every round has its share
-            timings = step_times(config, together * max(1, round(seconds / 2 / rounds / 0.1 / together)), rounds)
+            ahead = config.data.prefetch  # a round is a multiple of it, since so many batches may be made at once
+            timings = step_times(config, ahead * max(1, round(seconds / 2 / rounds / 0.1 / ahead)), rounds)
         shape = config.model.resolve(288, config.data.transform.image_size)
         price, batch = cost(shape), config.data.batch_size
         height, width = shape.image_shape
@@ -63,7 +63,7 @@ def step_times(config: TrainConfig, steps: int, rounds: int) -> tuple[Timing, Ti
     for _ in range(rounds):
         bare.append(seconds(iter(ready)))
         ahead = run.data.loader.workers * run.data.loader.prefetch
-        list(islice(batches, ahead))  # what was prepared meanwhile must not count
+        list(islice(batches, ahead))  # drop the batches that were prepared meanwhile
         fed.append(seconds(islice(batches, steps)))
     run.close()
     return summarize(bare), summarize(fed)
@@ -72,29 +72,30 @@ def step_times(config: TrainConfig, steps: int, rounds: int) -> tuple[Timing, Ti
 def bench_data(probes: Probes | None = None, *, seconds: float = 15.0) -> Iterator[Row]:
     """Time an image on one core, in processor time: generated scenes, and JPEG photos of 500 x 375 to 224 pixels.
 
-    No roofline: a decoder is bound by neither products nor memory."""
+    There is no roofline, since neither products nor memory bound a decoder.
+    """
+
+    def row(name: str, make: Callable[[], object], images: int) -> Row:
+        return Row("one core", "image", name, per_image(make, images, seconds / 4), None)
+
     for size in (32, 64):
         source = open_source(f"shapes?size={size}", "train")
         transform = Transform(TransformConfig(image_size=size, crop="resize", flip=True), train=True)
-        stream = Loader(source, transform, 128).batches(0)
-        make = partial(next, stream)
-        yield Row("one core", "image", f"shapes, {size} px, to a batch", per_image(make, 128, seconds / 4), None)
+        yield row(f"shapes, {size} px, to a batch", partial(next, Loader(source, transform, 128).batches(0)), 128)
     with tempfile.TemporaryDirectory() as folder:
         photos = make_photos(Path(folder), count=48)
-        decode = lambda: [np.asarray(Image.open(io.BytesIO(p))) for p in photos]  # noqa: E731
-        yield Row("one core", "image", "JPEG, plain decode by Pillow", per_image(decode, 48, seconds / 4), None)
+        yield row("JPEG, plain decode by Pillow", lambda: [np.asarray(Image.open(io.BytesIO(p))) for p in photos], 48)
         source = open_source(f"folder:{folder}", "train")
         transform = Transform(TransformConfig(image_size=224, crop="inception", flip=True), train=True)
-        stream = Loader(source, transform, 48).batches(0)
-        make = partial(next, stream)
-        yield Row("one core", "image", "JPEG, decode, crop, flip, to a batch", per_image(make, 48, seconds / 4), None)
-        make = partial(next, Loader(source, transform, 48, raw=True).batches(0))
-        yield Row("one core", "image", RAW, per_image(make, 48, seconds / 4), None)
+        for name, raw in (("JPEG, decode, crop, flip, to a batch", False), (RAW, True)):
+            yield row(name, partial(next, Loader(source, transform, 48, raw=raw).batches(0)), 48)
 
 
 def cores_needed(rows: list[Row]) -> Iterator[str]:
-    """Yield a line for each GPU and model: the images a second it would take, and how many cores like this one make
-    them. Computed from the GPU's peak and the share of it that the planner expects, not measured."""
+    """Yield a line for each GPU and model: how many images a second it would take, and how many such cores make them.
+
+    Computed from the GPU's peak and the share of it that the planner expects, not measured.
+    """
     image = next(row.timing.median for row in rows if row.name == RAW)
     for device in ("a100-40", "h100"):
         for model in ("soft_s16_128e", "soft_b16_128e", "soft_l16_128e"):
@@ -103,7 +104,7 @@ def cores_needed(rows: list[Row]) -> Iterator[str]:
 
 
 def per_image(function: Callable[[], object], images: int, seconds: float) -> Timing:
-    """Time a function by the processor time of this process, at least three times, and divide by its images."""
+    """Return the processor time of a function per image, called at least three times."""
     function()
     taken: list[float] = []
     while len(taken) < 3 or sum(taken) * images < seconds:
@@ -114,7 +115,7 @@ def per_image(function: Callable[[], object], images: int, seconds: float) -> Ti
 
 
 def make_photos(folder: Path, count: int) -> list[bytes]:
-    """Write JPEGs with the size and the detail of photos: generated scenes, enlarged, with grain."""
+    """Write JPEGs with the size and detail of photos: generated scenes, enlarged, with noise."""
     rng = np.random.default_rng(0)
     scenes = open_source("shapes?size=128", "val")
     (folder / "train" / "class").mkdir(parents=True)

@@ -1,10 +1,9 @@
-"""Other PyTorch implementations of the layer, each in its fastest honest form, against ours.
+"""The suites that compare our layer with other PyTorch implementations, each in its fastest honest form.
 
 They come with `pip install softmoe-vit[peers]`. A rival gets the same width, hidden width, experts and slots, one
-routing for a whole MLP, and every option of its own that makes it faster. Its products are then ours; its routing
-departs from the paper in a way that a test states and checks. In `bench_peers` a rival's layer stands in our
-transformer, in the place of ours, and each model is timed in a process of its own; ours is also timed with updates in
-the backward pass, and with moments in bfloat16 beside that.
+routing for a whole MLP, and every option of its own that makes it faster. Its products are then the same as ours; tests
+state how its routing departs from the paper. In `bench_peers` a rival's layer replaces ours in our transformer, and
+each model is timed in a process of its own; ours also with updates in the backward pass, and with bfloat16 moments.
 """
 
 import json
@@ -37,7 +36,7 @@ Build = Callable[[int, int, int, int], nn.Module]
 
 MODEL = "soft_s16_128e"
 SETTLING = 3
-"""Steps before the timed ones: until then a process still gets its memory from the system, page by page."""
+"""Steps before the timed ones, in which a process still gets its memory from the system, page by page."""
 OURS = {
     "softmoe": OptimSection(),
     "softmoe, in backward": OptimSection(in_backward=True),
@@ -46,7 +45,7 @@ OURS = {
 
 
 def soft_moe_pytorch(dim: int, hidden_dim: int, experts: int, slots: int) -> nn.Module:
-    """Build soft-moe-pytorch's layer. Its default moves every expert to its device again in each forward pass."""
+    """Build soft-moe-pytorch's layer, without its default of moving every expert to the device in each pass."""
     return import_module("soft_moe_pytorch").SoftMoE(
         dim=dim,
         num_experts=experts,
@@ -57,9 +56,9 @@ def soft_moe_pytorch(dim: int, hidden_dim: int, experts: int, slots: int) -> nn.
 
 
 def soft_mixture_of_experts(dim: int, hidden_dim: int, experts: int, slots: int) -> nn.Module:
-    """Build soft-mixture-of-experts' layer with two of its stacked linears as experts, routed once.
+    """Build soft-mixture-of-experts' layer with two of its stacked linear layers as experts, routed once.
 
-    Its own experts are single linears. The exact GELU is torch's faster one on a CPU.
+    Its own experts are single linear layers. Of torch's GELUs the exact one is faster on a CPU.
     """
     linears = import_module("soft_mixture_of_experts.multi_expert").MultiExpertLayer
     layer = import_module("soft_mixture_of_experts.soft_moe").SoftMoE(dim, dim, experts, slots)
@@ -68,7 +67,7 @@ def soft_mixture_of_experts(dim: int, hidden_dim: int, experts: int, slots: int)
 
 
 def soft_moe(dim: int, hidden_dim: int, experts: int, slots: int) -> nn.Module:
-    """Build soft-moe's layer around plain MLPs. The package imports timm, which its file of the layer does not need."""
+    """Build soft-moe's layer around plain MLPs, from its file alone: the package imports timm, which is not needed."""
     package = find_spec("soft_moe")
     if package is None or package.submodule_search_locations is None:
         raise ModuleNotFoundError("No module named 'soft_moe'")
@@ -129,7 +128,7 @@ def bench_peers(probes: Probes, *, seconds: float = 15.0, model: str = MODEL) ->
 
 
 def in_own_process(model: str, name: str, batch: int, phase: str, seconds: float) -> Row:
-    """Run `measure` in a new process; a failure is told in one sentence."""
+    """Run `measure` in a new process. OSError in one sentence if it fails."""
     command = [sys.executable, "-m", "softmoe.bench.peers", model, name, str(batch), phase, str(seconds)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -140,7 +139,7 @@ def in_own_process(model: str, name: str, batch: int, phase: str, seconds: float
 
 
 def measure(model: str, name: str, batch: int, phase: str, seconds: float) -> Row:
-    """Time one contender here, in turn with the roofline's probes; the peak is read before they take memory."""
+    """Time one contender in turn with the probes of the roofline, after reading the peak memory without them."""
     config, price = model_config(model), cost(model)
     module = build(config, name)
     x = torch.randn(batch, 3, *config.image_shape)
@@ -170,7 +169,7 @@ def build(config: ViTConfig, name: str) -> nn.Module:
 
 
 def with_layers(config: ViTConfig, make: Callable[[int, int], nn.Module]) -> VisionTransformer:
-    """Build our transformer with other layers of as many experts and slots; ours are never built."""
+    """Build our transformer with the layers of `make(experts, slots)` in place of ours, which are never built."""
     assert config.moe is not None
     assert isinstance(config.moe.router, SoftConfig)
     model = VisionTransformer(replace(config, moe=None))
@@ -183,7 +182,7 @@ def with_layers(config: ViTConfig, make: Callable[[int, int], nn.Module]) -> Vis
 
 
 def train_step(module: nn.Module, x: torch.Tensor, optim: OptimSection) -> Callable[[], object]:
-    """Return a function that does forward, backward and the update that the section asks for."""
+    """Return a function that does forward, backward and the update that `optim` describes."""
     module.train()
     optimizer = make_optimizer(module, optim)
     set_learning_rate(optimizer, 1e-5)

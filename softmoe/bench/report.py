@@ -53,7 +53,7 @@ def load(path: Path) -> tuple[dict[str, Any], list[Row]]:
 
 
 def differences(old: Iterable[Row], new: Iterable[Row]) -> Iterator[str]:
-    """Yield a line for each row of both that moved beyond the noise, and how many did not."""
+    """Yield a line for each row of both runs that moved beyond the noise, and how many did not."""
     before = {(row.case, row.phase, row.name): row for row in old}
     still = fresh = 0
     for row in new:
@@ -73,46 +73,53 @@ def differences(old: Iterable[Row], new: Iterable[Row]) -> Iterator[str]:
 
 
 def moved(old: Timing, new: Timing) -> bool:
-    """Say if two medians differ by more than twice their joint spread, and by more than 3 %."""
+    """Tell if two medians differ by more than twice their joint spread, and by more than 3 %."""
     noise = max(2 * math.hypot(old.spread, new.spread), 0.03)
     return abs(math.log(new.median / old.median)) > math.log1p(noise)
 
 
 def draw(rows: list[Row], title: str, path: Path) -> None:
-    """Draw curves over the number of experts where every case is one; else a bar for each row, cases apart."""
+    """Draw curves over the number of experts if every case is such a number; else a bar for each row."""
     try:
         from matplotlib import pyplot
     except ImportError as error:
         raise ValueError("--plot needs matplotlib: pip install softmoe-vit[plots]") from error
-    counts = [row.case.removesuffix(" experts") for row in rows]
-    if all(count.isdigit() for count in counts):
+    if all(row.case.removesuffix(" experts").isdigit() for row in rows):
         figure, axes = pyplot.subplots(figsize=(7, 4))
-        for name in dict.fromkeys(row.name for row in rows):
-            own = [row for row in rows if row.name == name]
-            x = [int(row.case.removesuffix(" experts")) for row in own]
-            y = [1 / row.timing.median for row in own]
-            (line,) = axes.plot(x, y, marker="o", label=name)
-            best = [value / row.roofline for value, row in zip(y, own, strict=True) if row.roofline]
-            if len(best) == len(x):
-                axes.plot(x, best, linestyle=":", color=line.get_color())
-        axes.set(xscale="log", yscale="log", xlabel="experts", ylabel="images a second (dotted: the roofline)")
-        axes.set_title(title, fontsize=9)
-        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+        draw_curves(axes, rows)
     else:
         figure, axes = pyplot.subplots(figsize=(9, 1 + 0.28 * len(rows)))
-        labels = [f"{row.case}, {row.phase}: {row.name}" for row in rows]
-        times = [1e3 * row.timing.median for row in rows]
-        groups = list(dict.fromkeys((row.case, row.phase) for row in rows))
-        colors = [f"C{groups.index((row.case, row.phase)) % 10}" for row in rows]
-        errors = [time * row.timing.spread for time, row in zip(times, rows, strict=True)]
-        axes.barh(range(len(rows)), times, xerr=errors, color=colors)
-        axes.set_yticks(range(len(rows)), labels, fontsize=7)
-        axes.invert_yaxis()
-        axes.set(xscale="log", xlabel="ms")
-        axes.set_title(title, fontsize=9)
+        draw_bars(axes, rows)
+    axes.set_title(title, fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def draw_curves(axes: Any, rows: list[Row]) -> None:
+    """Draw the speed of each contender over the number of experts, and its roofline dotted."""
+    for name in dict.fromkeys(row.name for row in rows):
+        own = [row for row in rows if row.name == name]
+        x = [int(row.case.removesuffix(" experts")) for row in own]
+        y = [1 / row.timing.median for row in own]
+        (line,) = axes.plot(x, y, marker="o", label=name)
+        best = [value / row.roofline for value, row in zip(y, own, strict=True) if row.roofline]
+        if len(best) == len(x):
+            axes.plot(x, best, linestyle=":", color=line.get_color())
+    axes.set(xscale="log", yscale="log", xlabel="experts", ylabel="images a second (dotted: the roofline)")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+
+
+def draw_bars(axes: Any, rows: list[Row]) -> None:
+    """Draw a bar for each row, with one color for each case and phase."""
+    times = [1e3 * row.timing.median for row in rows]
+    groups = list(dict.fromkeys((row.case, row.phase) for row in rows))
+    colors = [f"C{groups.index((row.case, row.phase)) % 10}" for row in rows]
+    errors = [time * row.timing.spread for time, row in zip(times, rows, strict=True)]
+    axes.barh(range(len(rows)), times, xerr=errors, color=colors)
+    axes.set_yticks(range(len(rows)), [f"{row.case}, {row.phase}: {row.name}" for row in rows], fontsize=7)
+    axes.invert_yaxis()
+    axes.set(xscale="log", xlabel="ms")
 
 
 @dataclass(frozen=True)
@@ -127,7 +134,7 @@ class Check:
 
 
 def facts(device: torch.device) -> dict[str, str]:
-    """What a reader needs to know of the machine; nothing of its user."""
+    """Collect facts of the machine for the page, and none of its user."""
     found = {"softmoe": version_of("softmoe"), "torch": torch.__version__, "python": platform.python_version()}
     found |= {"triton": version_of("triton"), "system": f"{platform.system()} {platform.machine()}", "cpu": cpu_name()}
     found["cores"] = str(os.cpu_count())
@@ -147,7 +154,7 @@ def version_of(package: str) -> str:
 
 
 def page(checks: list[Check], machine: dict[str, str], device: torch.device, *, quick: bool) -> str:
-    """Markdown: the outcome, the machine, a row for each check, and which kernels were chosen at which shape."""
+    """Format as Markdown the outcome, the machine, a row for each check, and the kernels chosen for each shape."""
     wrong = sum(check.state == "WRONG" for check in checks)
     missing = [check.name for check in checks if check.state == "not tested"]
     form = " (quick form)" if quick else ""

@@ -1,7 +1,7 @@
-"""Time several functions fairly on a noisy machine (in turn, many times, medians), beside the roofline.
+"""Time several functions fairly on a noisy machine (in turn, many times, medians), and compare with the roofline.
 
-The roofline is what torch can do on this machine, divided into the least work of a step: of its arithmetic and memory
-traffic only what no implementation can avoid.
+The roofline is the time of the least work of a step, its arithmetic and memory traffic that no implementation can
+avoid, at the rates that torch reaches on this machine.
 
 Letters: B images, M tokens, D width, H hidden width, N experts, P slots per expert.
 """
@@ -23,7 +23,7 @@ WORD = 4  # bytes of a float32
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one call. `spread` is half the distance between the quartiles, as a share of the median."""
+    """The seconds of one call. `spread` is half the distance between the quartiles, as a fraction of the median."""
 
     median: float
     spread: float
@@ -33,9 +33,9 @@ class Timing:
 def interleave(
     functions: Mapping[str, Callable[[], object]], *, rounds: int = 9, seconds: float = 20.0
 ) -> dict[str, Timing]:
-    """Call every function once a round, each round starting with another one, until rounds or time are used up.
+    """Time every function once a round, each round starting with another one, until rounds or seconds are used up.
 
-    Ratios between functions of one call are comparable: they saw the same machine. At least three rounds are run.
+    Functions timed together can be compared, since they saw the same machine. At least three rounds are run.
     """
     names = list(functions)
     for name in names:
@@ -52,7 +52,7 @@ def interleave(
 
 
 def seconds_of(function: Callable[[], object]) -> float:
-    """Time one call; on a CUDA device, between two events there, after all that was asked of it before is done."""
+    """Time one call; on a CUDA device by two events, after all earlier work is done."""
     if not on_cuda():
         before = time.perf_counter()
         function()
@@ -67,12 +67,12 @@ def seconds_of(function: Callable[[], object]) -> float:
 
 
 def on_cuda() -> bool:
-    """Say if tensors are made on a CUDA device now: suites name no device, so `with torch.device(...)` moves them."""
+    """Tell if the default device is a CUDA device: suites name no device, so `with torch.device(...)` chooses it."""
     return torch.get_default_device().type == "cuda"
 
 
 def allocated_by(function: Callable[[], object]) -> int:
-    """Return the most bytes that a call takes from the CUDA allocator beyond what was taken before."""
+    """Return the most bytes that a call allocates on the CUDA device at once."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -98,10 +98,10 @@ class Roofline:
 
 
 class Probes:
-    """Two functions whose speed is the roofline, timed in turn with what they judge: a busy machine slows all.
+    """Two functions whose speed gives the roofline, timed in turn with the others since a busy machine slows all.
 
-    A product of two 2048-square matrices, and reading 256 MiB (a sum: the traffic of weights that are used once). On a
-    CUDA device 8192-square and 1 GiB, and the product in the type that autocast has.
+    They multiply two matrices of side 2048, and read 256 MiB (by a sum, like weights that are used once). On a CUDA
+    device the side is 8192, the product in the type of autocast, and the memory 1 GiB.
     """
 
     SIZE, WORDS = 2048, 1 << 26
@@ -129,7 +129,7 @@ def measure_roofline(rounds: int = 7) -> Roofline:
 
 
 def machine() -> dict[str, Any]:
-    """Collect what a reader needs to place the figures."""
+    """Collect the facts of the machine that its timings depend on."""
     return {
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
@@ -145,7 +145,7 @@ def machine() -> dict[str, Any]:
 
 
 def gpu_facts() -> dict[str, Any]:
-    """Return the CUDA device that is timed and how it multiplies; nothing where the processor is."""
+    """Return the CUDA device that is timed and the type of its products; nothing if the processor is timed."""
     if not on_cuda():
         return {}
     autocast = str(torch.get_autocast_dtype("cuda")) if torch.is_autocast_enabled("cuda") else "torch.float32"
@@ -173,7 +173,7 @@ def machine_facts(roofline: Roofline) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Work:
-    """A forward pass counted as multiply-accumulates, parameters read once, and numbers that go in and come out."""
+    """The least work of a forward pass: multiply-accumulates, parameters read once, and inputs and outputs."""
 
     macs: float
     params: float

@@ -37,9 +37,7 @@ def about(name: str) -> str:
 
 
 def load(name: str, variant: str = "recipe") -> TrainConfig:
-    """Return the settings of the recipe called `name` (or in the file `name`), its run named after it if it has no
-    name.
-    """
+    """Return the settings of a recipe, by its name or its file; a run without a name gets that of the recipe."""
     module = find(name)
 
     from softmoe.train import TrainConfig
@@ -75,10 +73,7 @@ def from_file(path: Path) -> ModuleType:
 
 
 def _called(function: Callable[[], Result], name: str) -> Result:
-    """Return what the user's code returns.
-
-    Its own mistakes are told with the line, as the command line tells all others.
-    """
+    """Call the user's code. Its errors become a ValueError that names the line."""
     try:
         return function()
     except SyntaxError as error:
@@ -90,8 +85,8 @@ def _called(function: Callable[[], Result], name: str) -> Result:
         raise ValueError(f"the recipe {name} fails{place}: {type(error).__name__}: {said}") from error
 
 
-def shrunk(config: TrainConfig, image_size: int) -> TrainConfig:
-    """Shrink a recipe to two steps of a model that is hardly one; everything else stays as it is."""
+def shrunk(config: TrainConfig, image_size: int, data: str | None = None) -> TrainConfig:
+    """Shrink a recipe to two steps of a tiny model, on other data if given; everything else stays as it is."""
     from softmoe.train import EvaluationSection
 
     d = config.data
@@ -103,7 +98,9 @@ def shrunk(config: TrainConfig, image_size: int) -> TrainConfig:
         steps=2,
         model=replace(shape, num_experts=None if shape.name.startswith("vit_") else 4),
         text=text,
-        data=replace(d, batch_size=8, workers=0, transform=replace(d.transform, image_size=image_size)),
+        data=replace(
+            d, train=data or d.train, batch_size=8, workers=0, transform=replace(d.transform, image_size=image_size)
+        ),
         schedule=replace(config.schedule, warmup=1, cooldown=min(1, config.schedule.cooldown)),
         evaluation=EvaluationSection(every=None, examples=16),
         log=replace(config.log, every=1),

@@ -14,46 +14,32 @@ Time: 750k steps are days on a pod of accelerators.
 Measured: not run. `contrastive_quickstart` has figures of the same code on small data.
 """
 
-from dataclasses import replace
-
+from softmoe import train
 from softmoe.data import TransformConfig
 from softmoe.recipes import shrunk
-from softmoe.train import (
-    CheckpointSection,
-    DataSection,
-    EvaluationSection,
-    LogSection,
-    ModelSection,
-    ObjectiveSection,
-    OptimSection,
-    ScheduleSection,
-    TextSection,
-    TrainConfig,
-)
 
 
-def recipe() -> TrainConfig:
-    return TrainConfig(
+def recipe() -> train.TrainConfig:
+    return train.TrainConfig(
         steps=750_000,
-        model=ModelSection(name="soft_b16_128e"),
-        text=TextSection(size="b", length=16, vocab_size=32_000),
-        data=DataSection(
+        model=train.ModelSection(name="soft_b16_128e"),
+        text=train.TextSection(size="b", length=16, vocab_size=32_000),
+        data=train.DataSection(
             train="wds:laion-{split}.tar",
             batch_size=16_384,
             workers=16,
             transform=TransformConfig(image_size=256, crop="inception", flip=False),
         ),
-        optim=OptimSection(kernel_decay=0.1, scale_decay=0.0, clip_norm=1.0),
-        schedule=ScheduleSection(kind="rsqrt", peak=1e-3, warmup=20_000, timescale=10_000, cooldown=20_000),
-        objective=ObjectiveSection(loss="sigmoid"),
-        evaluation=EvaluationSection(every=10_000, examples=16_384),
-        checkpoint=CheckpointSection(every=1000, keep_last=2, keep_every=50_000),
-        log=LogSection(every=250),
+        optim=train.OptimSection(kernel_decay=0.1, scale_decay=0.0, clip_norm=1.0),
+        schedule=train.ScheduleSection(kind="rsqrt", peak=1e-3, warmup=20_000, timescale=10_000, cooldown=20_000),
+        objective=train.ObjectiveSection(loss="sigmoid"),
+        evaluation=train.EvaluationSection(every=10_000, examples=16_384),
+        checkpoint=train.CheckpointSection(every=1000, keep_last=2, keep_every=50_000),
+        log=train.LogSection(every=250),
         precision="bfloat16",
     )
 
 
-def tiny() -> TrainConfig:
+def tiny() -> train.TrainConfig:
     """Two steps of a model that is hardly one, on `shapes`, for tests."""
-    config = shrunk(recipe(), image_size=32)
-    return replace(config, data=replace(config.data, train="shapes?size=32"))
+    return shrunk(recipe(), image_size=32, data="shapes?size=32")

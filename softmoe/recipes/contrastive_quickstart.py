@@ -13,29 +13,18 @@ Measured: zero-shot top-1 on the 104 unseen compositions 14.8 %, dense twin 14.6
 one seed).
 """
 
+from softmoe import train
 from softmoe.data import TransformConfig
 from softmoe.recipes import shrunk
-from softmoe.train import (
-    CheckpointSection,
-    DataSection,
-    EvaluationSection,
-    LogSection,
-    ModelSection,
-    ObjectiveSection,
-    OptimSection,
-    ScheduleSection,
-    TextSection,
-    TrainConfig,
-)
 
 IMAGE = 32
 STEPS = 1000
 
 
-def recipe() -> TrainConfig:
-    return TrainConfig(
+def recipe() -> train.TrainConfig:
+    return train.TrainConfig(
         steps=STEPS,
-        model=ModelSection(
+        model=train.ModelSection(
             name="soft_ti4_16e",
             width=64,
             depth=4,
@@ -44,23 +33,23 @@ def recipe() -> TrainConfig:
             blocks=(0, 1, 2, 3),
             options={"scale_init": 6.0},
         ),
-        text=TextSection(
+        text=train.TextSection(
             size="ti", width=64, depth=2, heads=4, mlp_dim=256, length=20, vocab_size=512, mask_padding=True
         ),
-        data=DataSection(
+        data=train.DataSection(
             train=f"shapes?size={IMAGE}",
             batch_size=64,
             transform=TransformConfig(image_size=IMAGE, crop="resize", flip=True),
         ),
-        optim=OptimSection(kernel_decay=0.05, scale_decay=0.0, beta2=0.99),
-        schedule=ScheduleSection(kind="cosine", peak=4e-3, warmup=60),
-        objective=ObjectiveSection(loss="sigmoid"),
-        evaluation=EvaluationSection(every=STEPS // 4, examples=2048),
-        checkpoint=CheckpointSection(every=STEPS // 4),
-        log=LogSection(every=25),
+        optim=train.OptimSection(kernel_decay=0.05, scale_decay=0.0, beta2=0.99),
+        schedule=train.ScheduleSection(kind="cosine", peak=4e-3, warmup=60),
+        objective=train.ObjectiveSection(loss="sigmoid"),
+        evaluation=train.EvaluationSection(every=STEPS // 4, examples=2048),
+        checkpoint=train.CheckpointSection(every=STEPS // 4),
+        log=train.LogSection(every=25),
     )
 
 
-def tiny() -> TrainConfig:
+def tiny() -> train.TrainConfig:
     """Two steps of a model that is hardly one, for tests."""
     return shrunk(recipe(), IMAGE)

@@ -11,27 +11,18 @@ Measured: top-1 89.9 %, top-5 99.8 % on 2,880 pictures it was not trained on (20
 `quickstart` were not run for it.
 """
 
+from softmoe import train
 from softmoe.data import TransformConfig
 from softmoe.recipes import shrunk
-from softmoe.train import (
-    CheckpointSection,
-    DataSection,
-    EvaluationSection,
-    LogSection,
-    ModelSection,
-    OptimSection,
-    ScheduleSection,
-    TrainConfig,
-)
 
 IMAGE = 48
 STEPS = 3000
 
 
-def recipe() -> TrainConfig:
-    return TrainConfig(
+def recipe() -> train.TrainConfig:
+    return train.TrainConfig(
         steps=STEPS,
-        model=ModelSection(
+        model=train.ModelSection(
             name="soft_ti6_8e",
             width=48,
             depth=4,
@@ -41,20 +32,20 @@ def recipe() -> TrainConfig:
             identical_init=True,
             options={"slots_per_expert": 2, "scale_init": 6.0},
         ),
-        data=DataSection(
+        data=train.DataSection(
             train=f"shapes?size={IMAGE}",
             batch_size=64,
             workers=0,  # drawing a batch takes less than handing one over
             transform=TransformConfig(image_size=IMAGE, crop="resize", flip=True),
         ),
-        optim=OptimSection(head_decay=0.05, kernel_decay=0.05, scale_decay=0.0, beta2=0.99),
-        schedule=ScheduleSection(kind="cosine", peak=6e-3, warmup=200),
-        evaluation=EvaluationSection(every=1000, examples=2880),
-        checkpoint=CheckpointSection(every=500),
-        log=LogSection(every=100),
+        optim=train.OptimSection(head_decay=0.05, kernel_decay=0.05, scale_decay=0.0, beta2=0.99),
+        schedule=train.ScheduleSection(kind="cosine", peak=6e-3, warmup=200),
+        evaluation=train.EvaluationSection(every=1000, examples=2880),
+        checkpoint=train.CheckpointSection(every=500),
+        log=train.LogSection(every=100),
     )
 
 
-def tiny() -> TrainConfig:
+def tiny() -> train.TrainConfig:
     """Two steps of a model that is hardly one, for tests."""
     return shrunk(recipe(), IMAGE)

@@ -17,39 +17,29 @@ one shared core of an AMD EPYC, 2026-11-17, one seed). With SGD, Imagenette at 9
 of Tiny-ImageNet at 64: 54.7 % Soft MoE, 51.1 % dense. Not run on ImageNet.
 """
 
+from softmoe import train
 from softmoe.data import TransformConfig
 from softmoe.recipes import shrunk
-from softmoe.train import (
-    CheckpointSection,
-    DataSection,
-    EvaluationSection,
-    LogSection,
-    ModelSection,
-    ObjectiveSection,
-    OptimSection,
-    ScheduleSection,
-    TrainConfig,
-)
 
 
-def recipe() -> TrainConfig:
-    return TrainConfig(
+def recipe() -> train.TrainConfig:
+    return train.TrainConfig(
         steps=2000,
-        model=ModelSection(name="soft_s16_128e"),
-        data=DataSection(
+        model=train.ModelSection(name="soft_s16_128e"),
+        data=train.DataSection(
             train="shapes?size=32",
             batch_size=128,
             transform=TransformConfig(image_size=224, crop="inception", min_area=0.3, flip=True),
         ),
-        optim=OptimSection(head_decay=0.05, kernel_decay=0.05, scale_decay=0.0, layer_decay=0.65, clip_norm=1.0),
-        schedule=ScheduleSection(kind="cosine", peak=1e-3, warmup=200),
-        objective=ObjectiveSection(label_smoothing=0.1),
-        evaluation=EvaluationSection(every=500),
-        checkpoint=CheckpointSection(every=500),
-        log=LogSection(every=25),
+        optim=train.OptimSection(head_decay=0.05, kernel_decay=0.05, scale_decay=0.0, layer_decay=0.65, clip_norm=1.0),
+        schedule=train.ScheduleSection(kind="cosine", peak=1e-3, warmup=200),
+        objective=train.ObjectiveSection(label_smoothing=0.1),
+        evaluation=train.EvaluationSection(every=500),
+        checkpoint=train.CheckpointSection(every=500),
+        log=train.LogSection(every=25),
     )
 
 
-def tiny() -> TrainConfig:
+def tiny() -> train.TrainConfig:
     """Two steps of a model that is hardly one, for tests."""
     return shrunk(recipe(), image_size=32)

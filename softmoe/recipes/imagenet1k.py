@@ -10,29 +10,18 @@ Time: 375k steps, days on one accelerator.
 Measured: not run.
 """
 
-from dataclasses import replace
-
+from softmoe import train
 from softmoe.data import TransformConfig
 from softmoe.recipes import shrunk
-from softmoe.train import (
-    CheckpointSection,
-    DataSection,
-    EvaluationSection,
-    LogSection,
-    ModelSection,
-    OptimSection,
-    ScheduleSection,
-    TrainConfig,
-)
 
 IMAGES, EPOCHS, BATCH = 1_281_167, 300, 1024
 
 
-def recipe() -> TrainConfig:
-    return TrainConfig(
+def recipe() -> train.TrainConfig:
+    return train.TrainConfig(
         steps=-(-EPOCHS * IMAGES // BATCH),
-        model=ModelSection(name="soft_s16_128e", expert_dropout=0.2),
-        data=DataSection(
+        model=train.ModelSection(name="soft_s16_128e", expert_dropout=0.2),
+        data=train.DataSection(
             train="folder:imagenet",
             batch_size=BATCH,
             workers=8,
@@ -40,16 +29,15 @@ def recipe() -> TrainConfig:
                 image_size=224, crop="inception", flip=True, rand_layers=2, rand_magnitude=10.0, mixup=0.2
             ),
         ),
-        optim=OptimSection(head_decay=0.1, kernel_decay=0.1, scale_decay=0.1, clip_norm=1.0),
-        schedule=ScheduleSection(kind="linear", peak=1e-3, warmup=10_000, end=1e-5),
-        evaluation=EvaluationSection(every=5000),
-        checkpoint=CheckpointSection(every=1000, keep_last=2),
-        log=LogSection(every=250),
+        optim=train.OptimSection(head_decay=0.1, kernel_decay=0.1, scale_decay=0.1, clip_norm=1.0),
+        schedule=train.ScheduleSection(kind="linear", peak=1e-3, warmup=10_000, end=1e-5),
+        evaluation=train.EvaluationSection(every=5000),
+        checkpoint=train.CheckpointSection(every=1000, keep_last=2),
+        log=train.LogSection(every=250),
         precision="bfloat16",
     )
 
 
-def tiny() -> TrainConfig:
+def tiny() -> train.TrainConfig:
     """Two steps of a model that is hardly one, on `shapes`, for tests."""
-    config = shrunk(recipe(), image_size=32)
-    return replace(config, data=replace(config.data, train="shapes?size=32"))
+    return shrunk(recipe(), image_size=32, data="shapes?size=32")

@@ -19,44 +19,30 @@ from image to text and 9.7 % from text to image, dense image tower 13.5 and 11.9
 size S.
 """
 
-from dataclasses import replace
-
+from softmoe import train
 from softmoe.data import TransformConfig
 from softmoe.recipes import shrunk
-from softmoe.train import (
-    CheckpointSection,
-    DataSection,
-    EvaluationSection,
-    LogSection,
-    ModelSection,
-    ObjectiveSection,
-    OptimSection,
-    ScheduleSection,
-    TextSection,
-    TrainConfig,
-)
 
 
-def recipe() -> TrainConfig:
-    return TrainConfig(
+def recipe() -> train.TrainConfig:
+    return train.TrainConfig(
         steps=20_000,
-        model=ModelSection(name="soft_s16_128e", locked=True),
-        text=TextSection(size="s", length=32, vocab_size=8192, embed_dim=384, mask_padding=True),
-        data=DataSection(
+        model=train.ModelSection(name="soft_s16_128e", locked=True),
+        text=train.TextSection(size="s", length=32, vocab_size=8192, embed_dim=384, mask_padding=True),
+        data=train.DataSection(
             train="wds:pairs-{split}.tar",
             batch_size=1024,
             transform=TransformConfig(image_size=224, crop="central", flip=False),
         ),
-        optim=OptimSection(kernel_decay=0.1, scale_decay=0.0, beta2=0.99, clip_norm=1.0),
-        schedule=ScheduleSection(kind="cosine", peak=1e-3, warmup=1000),
-        objective=ObjectiveSection(loss="sigmoid"),
-        evaluation=EvaluationSection(every=1000, examples=4096),
-        checkpoint=CheckpointSection(every=1000),
-        log=LogSection(every=50),
+        optim=train.OptimSection(kernel_decay=0.1, scale_decay=0.0, beta2=0.99, clip_norm=1.0),
+        schedule=train.ScheduleSection(kind="cosine", peak=1e-3, warmup=1000),
+        objective=train.ObjectiveSection(loss="sigmoid"),
+        evaluation=train.EvaluationSection(every=1000, examples=4096),
+        checkpoint=train.CheckpointSection(every=1000),
+        log=train.LogSection(every=50),
     )
 
 
-def tiny() -> TrainConfig:
+def tiny() -> train.TrainConfig:
     """Two steps of a model that is hardly one, on `shapes`, for tests; its image tower is locked as it starts."""
-    config = shrunk(recipe(), image_size=32)
-    return replace(config, data=replace(config.data, train="shapes?size=32"))
+    return shrunk(recipe(), image_size=32, data="shapes?size=32")

@@ -13,13 +13,13 @@ steps with a text tower of width 128, 35.0 and 30.2 % (2026-11-17, one seed).
 
 from dataclasses import replace
 
+from softmoe import train
 from softmoe.recipes import lit, shrunk
-from softmoe.train import LogSection, TextSection, TrainConfig
 
 
-def recipe() -> TrainConfig:
+def recipe() -> train.TrainConfig:
     config = lit.recipe()
-    text = TextSection(
+    text = train.TextSection(
         size="ti",
         width=64,
         depth=2,
@@ -38,11 +38,10 @@ def recipe() -> TrainConfig:
         schedule=replace(config.schedule, peak=2e-3, warmup=60),
         evaluation=replace(config.evaluation, every=150),
         checkpoint=replace(config.checkpoint, every=150),
-        log=LogSection(every=25),
+        log=train.LogSection(every=25),
     )
 
 
-def tiny() -> TrainConfig:
+def tiny() -> train.TrainConfig:
     """Two steps of a model that is hardly one, on `shapes`, for tests; its image tower is locked as it starts."""
-    config = shrunk(recipe(), image_size=32)
-    return replace(config, data=replace(config.data, train="shapes?size=32"))
+    return shrunk(recipe(), image_size=32, data="shapes?size=32")

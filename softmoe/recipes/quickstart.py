@@ -19,29 +19,18 @@ three seeds). So experts pay here, 36 points of them where slots have a place; w
 length (docs/experiments.md).
 """
 
-from dataclasses import replace
-
+from softmoe import train
 from softmoe.data import TransformConfig
 from softmoe.recipes import shrunk
-from softmoe.train import (
-    CheckpointSection,
-    DataSection,
-    EvaluationSection,
-    LogSection,
-    ModelSection,
-    OptimSection,
-    ScheduleSection,
-    TrainConfig,
-)
 
 IMAGE = 32
 STEPS = 2000
 
 
-def recipe() -> TrainConfig:
-    return TrainConfig(
+def recipe() -> train.TrainConfig:
+    return train.TrainConfig(
         steps=STEPS,
-        model=ModelSection(
+        model=train.ModelSection(
             name="soft_ti8_16e",
             router="placed",
             width=24,
@@ -52,21 +41,20 @@ def recipe() -> TrainConfig:
             identical_init=True,
             options={"scale_init": 6.0},
         ),
-        data=DataSection(
+        data=train.DataSection(
             train=f"characters?size={IMAGE}&classes=1000",
             batch_size=64,
             workers=0,  # drawing a batch takes less than handing one over
             transform=TransformConfig(image_size=IMAGE, crop="resize", flip=False),
         ),
-        optim=OptimSection(head_decay=0.05, kernel_decay=0.05, scale_decay=0.0, beta2=0.99),
-        schedule=ScheduleSection(kind="cosine", peak=8e-3, warmup=200),
-        evaluation=EvaluationSection(every=STEPS // 4, examples=5000),
-        checkpoint=CheckpointSection(every=STEPS // 4),
-        log=LogSection(every=50),
+        optim=train.OptimSection(head_decay=0.05, kernel_decay=0.05, scale_decay=0.0, beta2=0.99),
+        schedule=train.ScheduleSection(kind="cosine", peak=8e-3, warmup=200),
+        evaluation=train.EvaluationSection(every=STEPS // 4, examples=5000),
+        checkpoint=train.CheckpointSection(every=STEPS // 4),
+        log=train.LogSection(every=50),
     )
 
 
-def tiny() -> TrainConfig:
+def tiny() -> train.TrainConfig:
     """Two steps of a model that is hardly one, for tests."""
-    config = shrunk(recipe(), IMAGE)
-    return replace(config, data=replace(config.data, train=f"characters?size={IMAGE}&classes=20"))
+    return shrunk(recipe(), IMAGE, data=f"characters?size={IMAGE}&classes=20")

@@ -20,27 +20,15 @@ paper's layer, experts drawn one by one, had 22.8 and 12.3 %, dense at equal FLO
 with one seed.
 """
 
-from dataclasses import replace
-
+from softmoe import train
 from softmoe.data import TransformConfig
 from softmoe.recipes import shrunk
-from softmoe.train import (
-    CheckpointSection,
-    DataSection,
-    EvaluationSection,
-    LogSection,
-    ModelSection,
-    ObjectiveSection,
-    OptimSection,
-    ScheduleSection,
-    TrainConfig,
-)
 
 
-def recipe() -> TrainConfig:
-    return TrainConfig(
+def recipe() -> train.TrainConfig:
+    return train.TrainConfig(
         steps=4700,
-        model=ModelSection(
+        model=train.ModelSection(
             name="soft_ti8_16e",
             router="placed",
             width=64,
@@ -51,21 +39,20 @@ def recipe() -> TrainConfig:
             identical_init=True,
             options={"scale_init": 6.0, "place_init": 0.5},
         ),
-        data=DataSection(
+        data=train.DataSection(
             train="folder:data",
             batch_size=64,
             transform=TransformConfig(image_size=64, crop="inception", min_area=0.25, flip=True),
         ),
-        optim=OptimSection(head_decay=0.05, kernel_decay=0.05, scale_decay=0.0, clip_norm=1.0),
-        schedule=ScheduleSection(kind="cosine", peak=4e-3, warmup=200),
-        objective=ObjectiveSection(label_smoothing=0.1),
-        evaluation=EvaluationSection(every=500),
-        checkpoint=CheckpointSection(every=500),
-        log=LogSection(every=50),
+        optim=train.OptimSection(head_decay=0.05, kernel_decay=0.05, scale_decay=0.0, clip_norm=1.0),
+        schedule=train.ScheduleSection(kind="cosine", peak=4e-3, warmup=200),
+        objective=train.ObjectiveSection(label_smoothing=0.1),
+        evaluation=train.EvaluationSection(every=500),
+        checkpoint=train.CheckpointSection(every=500),
+        log=train.LogSection(every=50),
     )
 
 
-def tiny() -> TrainConfig:
+def tiny() -> train.TrainConfig:
     """Two steps of a model that is hardly one, on `shapes`, for tests."""
-    config = shrunk(recipe(), image_size=32)
-    return replace(config, data=replace(config.data, train="shapes?size=32"))
+    return shrunk(recipe(), image_size=32, data="shapes?size=32")
