@@ -1,6 +1,6 @@
-"""What must be settled before torch loads, and what this machine can do.
+"""Settings of the process that must be made before torch loads, and what this machine can do.
 
-Nothing here overrides a variable the user set.
+Nothing here overrides a variable that the user set.
 """
 
 import getpass
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     import torch
 
 Precision = Literal["auto", "bfloat16", "float32", "exact"]
-"""What --precision takes; `choose_precision` says what each means."""
+"""The values of --precision; `choose_precision` says what each means."""
 CPUINFO = Path("/proc/cpuinfo")
 
 
 def prepare_environment() -> None:
-    """Set the thread, CPU and memory guards. Called when softmoe is imported, before torch is.
+    """Set environment variables for threads, instructions and memory. Called when softmoe is imported, before torch is.
 
-    - libgomp's threads spin at barriers; on shared cores that makes a model up to 20 times slower. PASSIVE sleeps at
-      once, and waking up is felt in small models: 200 looks before falling asleep avoid most of it.
+    - The threads of libgomp spin at barriers, which makes a model up to 20 times slower on shared cores. PASSIVE puts
+      them to sleep at once, which slows small models; spinning 200 times before avoids most of that.
     - Some virtual machines hide a CPUID leaf that oneDNN needs for AMX, and bfloat16 products then die with an
       illegal instruction. A cap on the instruction set avoids that; float16 keeps its speed.
-    - Stacked expert gradients are hundreds of megabytes, allocated anew at every step. In huge pages that costs
-      little; in 4 KiB pages it took longer than computing them.
+    - The gradients of stacked experts are hundreds of megabytes, allocated at every step. In pages of 4 KiB that took
+      longer than computing them; in huge pages it costs little.
     """
     if os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE").upper() == "PASSIVE":
         os.environ.setdefault("GOMP_SPINCOUNT", "200")
@@ -43,7 +43,7 @@ def prepare_environment() -> None:
 
 
 def use_threads(count: int | None) -> None:
-    """Compute with so many processor threads; None leaves it to torch."""
+    """Set the number of processor threads; None leaves it to torch."""
     if count is None:
         return
     if count < 1:
@@ -56,9 +56,9 @@ def use_threads(count: int | None) -> None:
 
 
 def end_with_parent() -> None:
-    """Have this process asked to end (SIGTERM) when the one that started it with `multiprocessing` is gone.
+    """Send SIGTERM to this process when the parent that started it with `multiprocessing` is gone.
 
-    A parent that is killed cannot tell its children, which would go on computing for nobody.
+    A parent that is killed cannot stop its children itself.
     """
     parent = multiprocessing.parent_process()
     if parent is None:
@@ -72,7 +72,7 @@ def end_with_parent() -> None:
 
 
 def safe_instruction_set(cpuinfo: Path = CPUINFO) -> str | None:
-    """The cap oneDNN needs on this CPU, or None where AMX works or is absent."""
+    """Return the instruction set to which oneDNN must be capped on this CPU; None where AMX works or is absent."""
     fields = first_core(cpuinfo)
     flags = fields.get("flags", "").split()
     if "amx_tile" not in flags or int(fields.get("cpuid level") or 99) >= 0x1D:
@@ -81,13 +81,13 @@ def safe_instruction_set(cpuinfo: Path = CPUINFO) -> str | None:
 
 
 def is_amd_avx512(cpuinfo: Path = CPUINFO) -> bool:
-    """True on AMD processors with AVX-512. MKL keeps its float32 products of that width for other processors."""
+    """Tell if this is an AMD processor with AVX-512, which MKL's float32 products do not use there."""
     fields = first_core(cpuinfo)
     return fields.get("vendor_id") == "AuthenticAMD" and "avx512f" in fields.get("flags", "").split()
 
 
 def first_core(cpuinfo: Path = CPUINFO) -> dict[str, str]:
-    """What Linux says of it."""
+    """Return the fields of the first core in /proc/cpuinfo; none on other systems."""
     try:
         with cpuinfo.open() as file:
             lines = file.read(65536).split("\n\n", 1)[0].splitlines()
@@ -97,8 +97,10 @@ def first_core(cpuinfo: Path = CPUINFO) -> dict[str, str]:
 
 
 def cache_folder() -> Path:
-    """Where things that can be made again are kept: $SOFTMOE_CACHE, or ~/.cache/softmoe; a user without a home has a
-    folder of their own among the temporary ones."""
+    """Return the folder for files that can be made again: $SOFTMOE_CACHE, or ~/.cache/softmoe.
+
+    A user without a home has a folder of their own among the temporary ones.
+    """
     if wanted := os.environ.get("SOFTMOE_CACHE"):
         return Path(wanted)
     try:
@@ -109,9 +111,7 @@ def cache_folder() -> Path:
 
 @cache
 def bfloat16_works() -> bool:
-    """Try a bfloat16 product in a child process: the crash it may cause must not be ours."""
-    import multiprocessing
-
+    """Try a bfloat16 product in a child process, since it may crash."""
     if sys.platform == "win32":
         return True  # no fork; the broken virtual machines are Linux ones
     child = multiprocessing.get_context("fork").Process(target=_bfloat16_product)
@@ -131,9 +131,9 @@ def _bfloat16_product() -> None:
 
 
 def choose_device(name: str, place: int | None = None) -> "torch.device":
-    """The device that `name` (auto, cpu, cuda, cuda:1, mps) means here. ValueError where it cannot be used.
+    """Return the device that `name` (auto, cpu, cuda, cuda:1, mps) means here. ValueError if it cannot be used.
 
-    `place` counts the processes of one machine, if there are several: each takes an accelerator of its own.
+    `place` is the number of this process on its machine, if there are several: each takes a GPU of its own.
     """
     import torch
 
@@ -150,9 +150,9 @@ def choose_device(name: str, place: int | None = None) -> "torch.device":
 
 
 def make_deterministic() -> None:
-    """Let torch take algorithms that give the same bits every time on the same GPU. An operation that has none warns.
+    """Make torch use deterministic algorithms on a GPU. An operation that has none warns.
 
-    To be called before CUDA is first used: its matrix library reads the variable when it starts.
+    Call it before CUDA is first used: cuBLAS reads the variable when it starts.
     """
     import torch
 
@@ -164,10 +164,10 @@ def make_deterministic() -> None:
 def choose_precision(
     wanted: Precision, device: "torch.device", report: Callable[[str], None] | None = None
 ) -> "torch.dtype | None":
-    """The dtype that products are computed in under autocast, or None for float32; weights stay float32.
+    """Return the dtype of products under autocast, or None for float32; weights stay float32.
 
     auto       bfloat16 on a CUDA device that has it, float32 elsewhere
-    bfloat16   where it was seen to work; else float32, and `report` is told
+    bfloat16   if it works here; else float32, and `report` gets a message
     float32    on CUDA with TF32 products: inputs of 10 bits, sums in float32
     exact      float32 products of all 24 bits, many times slower on CUDA
     """

@@ -1,7 +1,7 @@
-"""A model is written as one file that runs without softmoe: torch.export, ONNX, or a compiled AOTInductor package.
+"""Export a model to one file that runs without softmoe: torch.export, ONNX, or a compiled AOTInductor package.
 
-Soft MoE is the MoE that exports: static shapes, no sorting, no dropped tokens, only products and softmaxes. The file
-is run after it was written, at two batch sizes, and compared with the model; one that differs is not left behind.
+Soft MoE exports well: static shapes, no sorting, no dropped tokens, only products and softmaxes. The written file is
+run at two batch sizes and compared with the model; a file that differs is removed.
 """
 
 import logging
@@ -23,7 +23,7 @@ Format = Literal["torch-export", "onnx", "aoti"]
 SUFFIX = {"torch-export": ".pt2", "onnx": ".onnx", "aoti": ".pt2"}
 BATCHES = (1, 3)
 TOLERANCE = 1e-3
-"""Of the largest output: what a file may differ from the model. Float32 sums in another order differ by about 1e-6."""
+"""The allowed difference, relative to the largest output. Float32 sums in another order differ by about 1e-6."""
 PREPROCESS = Path(__file__).with_name("preprocess.py")
 DECODING = (
     "preprocess.py is the exact form: EXIF orientation applied; JPEG decoded at 1/2, 1/4 or 1/8 of its size if the "
@@ -35,7 +35,7 @@ _ONNX_LIMIT = 1_500_000_000  # bytes; an ONNX file holds less than 2 GB, larger 
 
 @dataclass(frozen=True)
 class Exported:
-    """A file that was written, and how far its outputs are from the model's."""
+    """An exported file, and how far its outputs are from the model's."""
 
     path: Path
     format: str
@@ -53,11 +53,11 @@ def export(
     classes: Sequence[str] | None = None,
     overwrite: bool = False,
 ) -> Exported:
-    """Write `model` ((B, 3, height, width) in [-1, 1] -> (B, outputs)) with a free batch size, and check the file.
+    """Write `model` ((B, 3, height, width) in [-1, 1] -> (B, outputs)) for any batch size, and check the file.
 
-    The file runs on the kind of device that the model is on. Beside it lie a .json of the same name with the size and
-    the crop of its images and the names of its classes, and preprocess.py, which makes inputs of image files. Files
-    that are there already are kept, unless `overwrite`.
+    The file runs on the kind of device that the model is on. Beside it are written a .json of the same name with the
+    size and crop of its images and the names of its classes, and preprocess.py, which makes inputs of image files.
+    ValueError if one of the files exists, unless `overwrite`.
     """
     if to not in FORMATS:
         raise ValueError(f"the format must be one of {', '.join(FORMATS)}, got {to!r}")
@@ -77,7 +77,7 @@ def export(
     draw = torch.Generator().manual_seed(0)
     inputs = {batch: (torch.rand(batch, 3, height, width, generator=draw) * 2 - 1).to(device) for batch in BATCHES}
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # exporters warn of their own insides
+        warnings.simplefilter("ignore")  # exporters warn about their own internals
         run = {"torch-export": _torch_export, "onnx": _onnx, "aoti": _aoti}[to](plain, inputs[BATCHES[1]], target)
         differences = {batch: _difference(run(images), plain(images)) for batch, images in inputs.items()}
     worst = max(differences.values())
@@ -111,7 +111,7 @@ Run = Callable[[Tensor], Tensor]
 
 
 def trace(model: nn.Module, images: Tensor) -> torch.export.ExportedProgram:
-    """Trace `model` as it is on its device, with a free batch size."""
+    """Trace `model` on its own device, for any batch size."""
     return torch.export.export(model, (images,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
 
 
@@ -138,9 +138,7 @@ def _onnx(model: nn.Module, images: Tensor, target: Path) -> Run:
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise ValueError(f"export to ONNX needs {error.name}: pip install 'softmoe-vit[export]'") from error
-    logging.getLogger("torch.onnx").setLevel(
-        logging.ERROR
-    )  # it warns that torchvision, which nobody asked for, is missing
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns that torchvision is missing
     size = sum(tensor.nbytes for tensor in model.state_dict().values())
     torch.onnx.export(
         model,

@@ -1,16 +1,15 @@
-"""Routers and experts for inference alone: folded where tokens do not matter, with weights of few bits.
+"""Routers and experts for inference only: slot vectors normalized once, weights stored in few bits.
 
 Letters: B images, M tokens, D width, N experts or matrices, P slots per expert, H hidden width, S slots or rows,
 K inputs (in groups of F = 4 for bytes), C outputs, Q panels of E = 64 outputs.
 
-Two kinds of stacked matrices. In `PackedLinear` only the storage is small: on a CPU the arithmetic is float32
-throughout, so the error is that of rounding each weight once, and products of bfloat16, which some processors cannot
-do, do not occur. On other devices rows are rounded to the type of the weights (bfloat16 for int8) and multiplied in it.
-In `ByteLinear` rows are rounded to 256 steps as they come, and bytes are multiplied with bytes: several times as fast
-at any batch size where the processor can (AVX-512 VNNI), for another rounding about as large as that of the weights.
-int8 has one scale per matrix and output, which is its largest weight over 127.
+There are two kinds of stacked linear layers. `PackedLinear` only stores its weights in few bits: on a CPU it computes
+in float32, so the error is that of rounding each weight once. On other devices rows are rounded to the type of the
+weights (bfloat16 for int8) and multiplied in it. `ByteLinear` also rounds the rows to 256 steps and multiplies bytes
+with bytes: several times as fast where the processor can (AVX-512 VNNI), for another rounding error about as large.
+int8 has one scale per matrix and output, its largest weight over 127.
 
-Both are multiplied by packed.cpp; without it torch's products compute the same more slowly.
+The kernels of both are in packed.cpp; without it torch computes the same more slowly.
 """
 
 import ctypes
@@ -31,9 +30,9 @@ from softmoe.moe.soft import EPS, l2_normalize, softmax_over_slots, softmax_over
 WEIGHTS = ("float32", "float16", "bfloat16", "int8", "int8_dynamic")
 Weights = Literal["float32", "float16", "bfloat16", "int8", "int8_dynamic"]
 Storage = Literal["float32", "float16", "bfloat16", "int8", "int8_dynamic", "mapped"]
-"""Commands offer these names: also float32 left in its file, for models larger than the memory (see `open_mapped`)."""
+"""The names that commands offer; `mapped` is float32 left in its file, for models larger than the memory."""
 GROUP = 1 << 28
-"""Bytes of weights that are unpacked at a time where there is no compiled product."""
+"""Bytes of weights that are unpacked at a time without the compiled kernel."""
 PANEL = 64  # outputs that lie side by side in the packed weights, as in packed.cpp
 _NAMES = {
     torch.float32: "product_float32",
@@ -44,8 +43,10 @@ _NAMES = {
 
 
 class PreparedSoftRouter(Router):
-    """Routes as `SoftRouter` in evaluation mode. Slot vectors are normalized and scaled when it is made; a
-    token's length divides its logits instead of its D numbers."""
+    """Routes like `SoftRouter` in evaluation mode, with slot vectors that were normalized and scaled once.
+
+    Tokens are normalized by dividing their logits by their length.
+    """
 
     def __init__(self, router: SoftRouter):
         super().__init__(router.dim, router.num_experts)
@@ -75,7 +76,7 @@ class PreparedSoftRouter(Router):
 
 
 class PreparedExperts(nn.Module):
-    """Computes what `Experts` does in evaluation mode, (N, S, D) -> (N, S, D), from weights of fewer bits."""
+    """Computes like `Experts` in evaluation mode, (N, S, D) -> (N, S, D), from weights of fewer bits."""
 
     def __init__(self, experts: Experts, weights: Weights):
         super().__init__()
@@ -97,10 +98,10 @@ class PreparedExperts(nn.Module):
 
 
 class PackedLinear(nn.Module):
-    """Multiplies x @ w + b, (N, S, K) -> (N, S, C), each matrix with its own rows. `get(n)` gives matrix n as (K, C).
+    """Computes x @ w + b, (N, S, K) -> (N, S, C), each matrix with its own rows. `get(n)` returns matrix n as (K, C).
 
-    Matrices are asked for one at a time and once, so a stack that lies in a file is never in memory as a whole. On a
-    CPU they lie in panels, as the compiled product reads them; elsewhere a panel is as wide as a matrix.
+    `get` is called once for each matrix, so a stack that is mapped from a file is never in memory as a whole. On a CPU
+    matrices are stored in panels, as the compiled kernel reads them; elsewhere a panel is as wide as a matrix.
     """
 
     def __init__(self, get: Callable[[int], Tensor], shape: tuple[int, int, int], bias: Tensor, weights: Weights):
@@ -108,7 +109,7 @@ class PackedLinear(nn.Module):
         N, K, C = self.shape = shape
         on_cpu = bias.device.type == "cpu"
         if on_cpu:
-            KERNEL.why_not()  # built now, not while a compiler traces the first call
+            KERNEL.why_not()  # build it now, not while torch.compile traces the first call
         E = PANEL if on_cpu else C
         dtype: torch.dtype = getattr(torch, weights)
         packed_NQKE = torch.zeros(N, -(-C // E), K, E, dtype=dtype, device=bias.device)
@@ -135,11 +136,11 @@ class PackedLinear(nn.Module):
         return self.by_groups(x_NSK)
 
     def by_groups(self, x_NSK: Tensor) -> Tensor:
-        """Multiply by torch: as many matrices at a time as take GROUP bytes in the type of the products."""
+        """Compute with torch, in groups of matrices that take GROUP bytes in the type of the products."""
         N, K, C = self.shape
         dtype = product_dtype(self.packed.dtype, x_NSK.device)
-        as_they_are = self.packed.dtype == dtype and self.packed.shape[1] == 1
-        count = N if as_they_are else max(1, GROUP // (K * C * dtype.itemsize))
+        needs_no_copy = self.packed.dtype == dtype and self.packed.shape[1] == 1
+        count = N if needs_no_copy else max(1, GROUP // (K * C * dtype.itemsize))
         products = []
         for first in range(0, N, count):
             group_NKC = self.packed[first : first + count].transpose(1, 2).to(dtype).flatten(2)[..., :C]
@@ -159,7 +160,7 @@ class PackedLinear(nn.Module):
 
 
 class ByteLinear(nn.Module):
-    """Multiplies as `PackedLinear`, int8 with int8."""
+    """Computes like `PackedLinear`, by products of int8 with int8."""
 
     def __init__(self, get: Callable[[int], Tensor], shape: tuple[int, int, int], bias: Tensor):
         super().__init__()
@@ -189,7 +190,7 @@ class ByteLinear(nn.Module):
         refuse_gradients(x_NSK)
         short = -self.shape[1] % 4
         x_NSK = x_NSK.float()
-        if short:  # with the row's own last number: zeros might widen its range; their weights are zero
+        if short:  # pad with the row's last number, since zeros might widen its range; the weights there are zero
             x_NSK = torch.cat([x_NSK, x_NSK[..., -1:].expand(-1, -1, short)], -1)
         return byte_product(x_NSK, self.packed, self.scale, self.sums, self.bias)
 
@@ -204,7 +205,7 @@ class ByteLinear(nn.Module):
 
 
 class ByteDense(nn.Module):
-    """Takes the place of an nn.Linear: (..., K) -> (..., C) in bytes."""
+    """Replaces an nn.Linear, (..., K) -> (..., C), by products of bytes."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
@@ -217,14 +218,14 @@ class ByteDense(nn.Module):
 
 
 def product_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:
-    """The type in which torch multiplies: float32 on a CPU, elsewhere the stored one, or bfloat16 for bytes."""
+    """Return the type in which torch multiplies: float32 on a CPU, elsewhere the stored one, or bfloat16 for bytes."""
     if device.type == "cpu":
         return torch.float32
     return torch.bfloat16 if stored == torch.int8 else stored
 
 
 def round_to(w_KC: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Return the weights in `dtype`, and for int8 the scale of each output. ValueError for what it cannot hold."""
+    """Return the weights in `dtype`, and for int8 the scale of each output. ValueError for weights it cannot hold."""
     if not w_KC.isfinite().all():
         raise ValueError("it has weights that are not finite numbers")
     if dtype != torch.int8:
@@ -236,7 +237,7 @@ def round_to(w_KC: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         return rounded_KC, None
     largest_C = w_KC.abs().amax(0)
     scale_C = torch.where(largest_C > 0, largest_C, 127.0) / 127.0
-    # a scale may round to zero if all weights are next to nothing; such weights are nothing
+    # a scale underflows to zero if all weights are tiny; they then become zero
     scale_C = torch.where(scale_C > 0, scale_C, 1.0)
     return (w_KC / scale_C).round().clamp(-127, 127).to(torch.int8), scale_C
 
@@ -247,7 +248,7 @@ def refuse_gradients(x: Tensor) -> None:
 
 
 def self_test(library: ctypes.CDLL) -> bool:
-    """Small whole numbers are exact in every type: compare with torch before anyone relies on it."""
+    """Compare the kernel with torch on small whole numbers, which are exact in every type."""
     x = torch.arange(3 * 7 * 5).remainder(9).view(3, 7, 5).float() - 4
     w = torch.arange(3 * 2 * 5 * PANEL).remainder(11).view(3, 2, 5, PANEL).float() - 5
     bias = torch.arange(3 * 70).remainder(3).view(3, 70).float()
@@ -275,7 +276,7 @@ KERNEL = Kernel("packed", self_test)
 
 @torch.library.custom_op("softmoe::packed_product", mutates_args=(), device_types="cpu")
 def packed_product(x_NSK: Tensor, packed_NQKE: Tensor, scale_NC: Tensor | None, bias_NC: Tensor) -> Tensor:
-    """Compute (x @ w) * scale + bias for weights in panels. An operator of torch's, so that torch.compile takes it."""
+    """Compute (x @ w) * scale + bias for weights in panels, as an operator that torch.compile can trace."""
     return product(KERNEL.library, x_NSK.contiguous(), packed_NQKE, scale_NC, bias_NC)
 
 
@@ -296,16 +297,16 @@ def _call_bytes(x_NSK: Tensor, packed: Tensor, scale_NC: Tensor, sums_NC: Tensor
     tensors = (x_NSK, packed, scale_NC, sums_NC, bias_NC)
     assert all(t.is_contiguous() for t in tensors)
     y_NSC = torch.empty(N, S, C)
-    room = (y_NSC, torch.empty(N, S, K, dtype=torch.uint8), torch.empty(N, S, 2))
-    done = call(KERNEL.library.product_bytes, *tensors, *room, N, S, K, C)
+    workspace = (torch.empty(N, S, K, dtype=torch.uint8), torch.empty(N, S, 2))
+    done = call(KERNEL.library.product_bytes, *tensors, y_NSC, *workspace, N, S, K, C)
     return y_NSC if done else None
 
 
 @torch.library.custom_op("softmoe::byte_product", mutates_args=(), device_types="cpu")
 def byte_product(x_NSK: Tensor, packed: Tensor, scale_NC: Tensor, sums_NC: Tensor, bias_NC: Tensor) -> Tensor:
-    """Compute packed_product for int8 weights with every row of x rounded to bytes too."""
+    """Compute packed_product for int8 weights, with every row of x rounded to bytes too."""
     y_NSC = _call_bytes(x_NSK.contiguous(), packed, scale_NC, sums_NC, bias_NC)
-    assert y_NSC is not None, "asked for on a processor that has no such product"
+    assert y_NSC is not None, "this processor has no such product"
     return y_NSC
 
 

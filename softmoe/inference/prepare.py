@@ -1,14 +1,13 @@
-"""A trained model becomes a fast one that only infers.
+"""Turn a trained model into a faster one for inference only.
 
-What is replaced: Soft routers by ones with folded slot vectors, experts by packed ones, dropout by nothing. All else
-is copied as it is. Every MoE layer's experts are tried on random rows against the original's, so that a layer that
-would come out wrong is refused when the model is prepared and not noticed when it is used.
+Soft routers are replaced by ones with normalized slot vectors, experts by packed ones, dropout by nothing; the rest is
+copied. The experts of every MoE layer are compared with the original's on random rows, so that a layer that would be
+wrong is refused when the model is prepared.
 
-A model larger than the memory stays in its file. A loaded model's weights are mapped from the file already; pages are
-read when a product first touches them, and since they are never written to, the system may drop them at any time and
-read them again. So that it need not guess which ones, each block's pages are let go as soon as the block is done: a
-run never holds more of the weights than one block, on top of a few activations, and is as fast as the disk (or as the
-file cache, if the file fits).
+A model larger than the memory stays in its file. The weights of a loaded model are mapped from the file: pages are read
+when a product first touches them, and the system may drop them at any time, since they are never written to. It need
+not guess which: the pages of each block are released as soon as the block is done. So a run holds at most one block of
+the weights besides some activations, and is as fast as the disk (or as the file cache, if the file fits).
 """
 
 import copy
@@ -26,21 +25,7 @@ from softmoe.accelerate.guards import is_exactly, plain_class
 from softmoe.inference.layers import KERNEL, WEIGHTS, ByteDense, PreparedExperts, PreparedSoftRouter, Weights
 from softmoe.models import VisionTransformer
 from softmoe.models.transformer import MLP, Attention, Block
-from softmoe.moe import (
-    Experts,
-    ExpertsBeside,
-    ExpertsChoiceRouter,
-    IdentityRouter,
-    MoE,
-    PlacedRouter,
-    Router,
-    SoftMoE,
-    SoftRouter,
-    SoftUniformRouter,
-    TokensChoiceRouter,
-    UniformRouter,
-    UniformSoftRouter,
-)
+from softmoe.moe import Experts, ExpertsBeside, MoE, Router, SoftRouter
 from softmoe.storage import from_pretrained
 
 LARGEST_ERROR: dict[str, float] = {
@@ -50,29 +35,17 @@ LARGEST_ERROR: dict[str, float] = {
     "int8": 8e-2,
     "int8_dynamic": 8e-2,
 }
-"""Root mean square of the change of the experts' outputs, over that of the outputs: beyond this, prepare refuses."""
+"""The largest relative error (root mean square) of the experts' outputs that `prepare` accepts."""
 Model = TypeVar("Model", bound=nn.Module)
-_LAYERS = (MoE, SoftMoE, ExpertsBeside)
-_ROUTERS = (
-    SoftRouter,
-    PlacedRouter,
-    TokensChoiceRouter,
-    ExpertsChoiceRouter,
-    IdentityRouter,
-    UniformRouter,
-    SoftUniformRouter,
-    UniformSoftRouter,
-)
 
 
 def prepare(model: Model, weights: Weights = "float32", *, copy_weights: bool = True) -> Model:
-    """Make a new module for inference only; the original is not touched and shares no memory with it.
+    """Make a new module for inference only; the original is not changed and shares no memory with it.
 
     `model` is a ViT, one MoE layer, or any module that holds such layers, in evaluation mode and float32. `weights` is
-    how experts are stored: float16 and bfloat16 in half, int8 in a quarter of the memory (and of the time, where that
-    is spent on reading them); int8_dynamic also rounds what goes into experts and dense layers, and computes in
-    bytes. `copy_weights=False` (float32 only) leaves all weights where they are: for models mapped
-    from a file that is larger than the memory.
+    how experts are stored: float16 and bfloat16 take half, int8 a quarter of the memory (and of the time, if that goes
+    into reading weights); int8_dynamic also rounds the inputs of experts and dense layers, and computes in bytes.
+    `copy_weights=False` (float32 only) shares all weights with the original, for models larger than the memory.
     """
     if weights not in WEIGHTS:
         raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, got {weights!r}")
@@ -102,18 +75,18 @@ def prepare(model: Model, weights: Weights = "float32", *, copy_weights: bool = 
 
 
 def open_mapped(where: str | Path, *, verify: bool = False) -> VisionTransformer:
-    """Load the model of a saved folder or a run for inference on the CPU in float32, of any size.
+    """Load the model of a saved folder or a run, of any size, for inference on the CPU in float32.
 
-    `verify=True` reads the whole file first to check its sum; names, shapes and types are checked in any case.
+    `verify=True` first reads the whole file to check its hash; names, shapes and types are checked in any case.
     """
     model = prepare(from_pretrained(where, verify=verify), copy_weights=False)
     for block in model.encoder.blocks:
-        block.register_forward_hook(_let_go)
+        block.register_forward_hook(_release_pages)
     return model
 
 
 def check(model: nn.Module, weights: Weights) -> None:
-    """Refuse a model unless every part that will be replaced, and every part around it, is of a known meaning."""
+    """Raise ValueError for a model that cannot be prepared: in training, quantized, of unknown parts, or not finite."""
     if model.training:
         raise ValueError("a model in training mode cannot be prepared: call model.eval() first")
     for tensor in _tensors(model):
@@ -123,9 +96,8 @@ def check(model: nn.Module, weights: Weights) -> None:
             raise ValueError(f"a weight is a {type(tensor).__name__} already: prepare first, then let others quantize")
     for path, module in model.named_modules():
         where = path or "the module"
-        known = _LAYERS if isinstance(module, MoE) else _ROUTERS if isinstance(module, Router) else (Experts,)
         if isinstance(module, MoE | Router | Experts):
-            if plain_class(module) not in known:
+            if not plain_class(module).__module__.startswith("softmoe.moe."):  # a subclass may compute something else
                 raise ValueError(f"{where} is a {type(module).__name__}, which inference does not know how to prepare")
             if module._forward_hooks or module._forward_pre_hooks:
                 raise ValueError(f"{where} has hooks, which a prepared model would not call; remove them first")
@@ -145,7 +117,7 @@ def check(model: nn.Module, weights: Weights) -> None:
 
 
 def compare(path: str, plain: Experts, prepared: nn.Module, weights: Weights) -> None:
-    """Refuse experts that differ too much from the plain ones on the same random rows, two for each expert."""
+    """Raise ValueError for experts that differ too much from the plain ones on random rows, two for each expert."""
     N, D = plain.num_experts, plain.dim
     rows_NSD = torch.randn(N, 2, D, generator=torch.Generator().manual_seed(0), device="cpu").to(plain.b1.device)
     with torch.inference_mode():
@@ -162,7 +134,7 @@ def compare(path: str, plain: Experts, prepared: nn.Module, weights: Weights) ->
 
 
 def _dense(block: Block) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the linears of a block whose inside is known."""
+    """Yield the linear layers of a block's attention and MLP, as far as these are our own classes."""
     if is_exactly(block.attention, Attention):
         yield from (("attention.qkv", block.attention.qkv), ("attention.out", block.attention.out))
     name, mlp = ("mlp.mlp", block.mlp.mlp) if isinstance(block.mlp, ExpertsBeside) else ("mlp", block.mlp)
@@ -171,7 +143,7 @@ def _dense(block: Block) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def _packs(experts: Experts) -> bool:
-    """Tell if the compiled product is there: float32 weights are worth another layout only for it."""
+    """Tell if the compiled kernel is there, the only reason to store float32 weights in another layout."""
     return experts.w1.device.type == "cpu" and KERNEL.available
 
 
@@ -187,8 +159,8 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
     yield from model.buffers()
 
 
-def _let_go(module: nn.Module, _inputs: Any, _output: Any) -> None:
-    """Give the pages of a module's weights back, those that are nothing but a file's."""
+def _release_pages(module: nn.Module, _inputs: Any, _output: Any) -> None:
+    """Release the pages of a module's weights that are mapped from a file."""
     if not sys.platform.startswith("linux"):
         return  # elsewhere the system drops pages on its own when it needs them
     files = list(_mapped_files())
@@ -199,7 +171,7 @@ def _let_go(module: nn.Module, _inputs: Any, _output: Any) -> None:
 
 
 def _drop(tensor: Tensor) -> None:
-    """Give whole pages back: the first and the last may hold a neighbor's numbers."""
+    """Release whole pages only: the first and the last may hold numbers of other tensors."""
     page = mmap.PAGESIZE
     start = -(-tensor.data_ptr() // page) * page
     end = (tensor.data_ptr() + tensor.nbytes) // page * page
@@ -208,7 +180,7 @@ def _drop(tensor: Tensor) -> None:
 
 
 def _mapped_files() -> Iterator[tuple[int, int]]:
-    """Yield where weight files lie in this process's memory: dropping any other memory would lose it."""
+    """Yield the addresses of mapped weight files: releasing any other memory would lose its contents."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         fields = line.split(maxsplit=5)
         if len(fields) == 6 and fields[5].endswith(".safetensors"):
