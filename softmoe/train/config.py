@@ -1,4 +1,4 @@
-"""Everything that decides what a training run does, as frozen dataclasses. A recipe is a function that returns one."""
+"""The settings of a training run as frozen dataclasses. A recipe is a function that returns a TrainConfig."""
 
 import math
 import re
@@ -25,14 +25,14 @@ class DataSection:
     batch_size: int = 64
     eval_batch_size: int = 256
     workers: int | Literal["auto"] = "auto"
-    """Processes that read and transform images; 0 does it in the training process. auto is 1 where a CPU trains, and
-    beside a GPU one for each core but one, at most 16."""
+    """Processes that read and transform images; 0 does it in the training process. auto is 1 for training on a CPU, and
+    for a GPU one per core but one, at most 16."""
     prefetch: int = 4
     """Batches that each worker prepares ahead; without workers, those of `shapes` that are drawn together."""
     buffer_mb: int = 8192
-    """Most MiB of batches that may wait; if need be fewer are prepared ahead, by fewer workers."""
+    """The most MiB of batches that may wait; if need be fewer are prepared ahead, by fewer workers."""
     max_broken: float = 0.05
-    """Share of unreadable images above which the run stops."""
+    """The share of unreadable images above which the run stops."""
     transform: TransformConfig = field(default_factory=TransformConfig)
 
 
@@ -43,25 +43,25 @@ class OptimSection:
     beta2: float = 0.999
     eps: float = 1e-8
     momentum: float = 0.9
-    """Of SGD."""
+    """The momentum of SGD."""
     head_decay: float = 0.03
     """Weight decay of the head's matrix (the paper: 3.0 on JFT-4B)."""
     kernel_decay: float = 0.03
-    """Of all other matrices: patches, attention, MLPs, experts, sparse routers."""
+    """Weight decay of all other matrices: patches, attention, MLPs, experts, sparse routers."""
     scale_decay: float = 0.03
-    """Of the soft routers' scale. Slot vectors, biases, norms and positions are never decayed by these three."""
+    """Weight decay of the Soft routers' scale. Slot vectors, biases, norms and positions have none of these three."""
     decay_patterns: tuple[tuple[str, float], ...] = ()
-    """(pattern, decay) pairs looked up first, by regular expression on the parameter's name."""
+    """(pattern, decay) pairs that come first, by regular expression on the parameter's name."""
     lr_patterns: tuple[tuple[str, float], ...] = ()
     """(pattern, factor) pairs: the learning rate of the parameters whose name matches is multiplied; 0 freezes them."""
     layer_decay: float | None = None
-    """The learning rate of each block is this much of that of the block above it; None is the same for all."""
+    """Layer-wise decay: the learning rate of a block over that of the block above it; None is the same for all."""
     clip_norm: float | None = 1.0
     """Largest global norm of the gradient; None does not clip."""
     states: Literal["float32", "bfloat16"] = "float32"
     """What AdamW's moments are kept in; bfloat16 takes half of their memory."""
     in_backward: bool = False
-    """Update parameters during the backward pass, so that never all gradients are there at once. Needs clip_norm None
+    """Update parameters during the backward pass, so that not all gradients are in memory at once. Needs clip_norm None
     and accumulate 1: the norm of the whole gradient is known only after the pass."""
 
 
@@ -72,11 +72,11 @@ class ScheduleSection:
     """The highest learning rate, reached after the warm-up."""
     warmup: int = 10_000
     timescale: int = 10_000
-    """Of rsqrt: steps after the warm-up until the rate has fallen by the root of 2."""
+    """Timescale of rsqrt: steps after the warm-up until the rate has fallen by the root of 2."""
     cooldown: int = 0
-    """Last steps in which the rate goes to zero in a straight line."""
+    """The number of last steps in which the rate falls linearly to zero."""
     end: float = 0.0
-    """Last value of linear and cosine."""
+    """The last value of linear and cosine."""
     decay_steps: int | None = None
     """Step at which linear and cosine reach their end; None is the length of the run."""
 
@@ -84,8 +84,8 @@ class ScheduleSection:
 @dataclass(frozen=True)
 class ObjectiveSection:
     loss: Literal["softmax", "sigmoid"] = "softmax"
-    """Cross-entropy: one class of many, or each class by itself (summed over the classes, as in the paper). With a text
-    tower: the one caption of many (CLIP), or each pair by itself (SigLIP, as in the paper)."""
+    """Cross-entropy of one class of many, or of each class by itself (summed over classes, as in the paper). With a
+    text tower: of one caption of many (CLIP), or of each pair by itself (SigLIP, as in the paper)."""
     label_smoothing: float = 0.0
     balance: float = 0.0
     """Weight images by (mean number of images of a class / that of their class) to this power: 1 makes every class
@@ -103,9 +103,9 @@ class EvaluationSection:
     best: str = "val/top1"
     """The number whose largest value marks the best checkpoint."""
     patience: int | None = None
-    """Stop after so many evaluations in a row that found nothing better (early stopping); None goes to the end."""
+    """Stop early after so many evaluations in a row without a better one; None never stops early."""
     fewshot: str | None = None
-    """Data of other classes: each evaluation also gives the accuracy of 10 images a class on the features."""
+    """A source of other classes: each evaluation also gives the 10-shot accuracy of the features there."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class LogSection:
     seconds: float = 10.0
     """Time between progress lines in a log file."""
     health: bool = True
-    """Say how each router does in every line of metrics.jsonl."""
+    """Include the health of each router in every line of metrics.jsonl."""
     quiet: bool = False
     tensorboard: bool = False
     wandb: str | None = None
@@ -124,22 +124,22 @@ class LogSection:
 
 @dataclass(frozen=True)
 class ParallelSection:
-    """How the processes that torchrun started share the work. The batch is always split over all of them."""
+    """How the processes that torchrun started share the model. The batch is always split over all of them."""
 
     expert: int = 1
     """So many processes own the experts together and exchange slots; a divisor of the number of experts."""
     shard: int = 1
     """So many processes keep all other weights together (FSDP); larger than `expert` cuts the experts too."""
     timeout: float = 600.0
-    """Seconds after which a process that waits in vain for the others gives up."""
+    """Seconds after which a process gives up waiting for the others."""
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A whole run."""
+    """All settings of a run."""
 
     run_name: str = "run"
-    """The run lives in RUNS/RUN_NAME and continues from there by itself."""
+    """The run is in the folder RUNS/RUN_NAME; the same command resumes it from there."""
     runs: str = "runs"
     steps: int = 10_000
     seed: int = 0
@@ -154,13 +154,13 @@ class TrainConfig:
     log: LogSection = field(default_factory=LogSection)
     parallel: ParallelSection = field(default_factory=ParallelSection)
     precision: Precision = "auto"
-    """What products are computed in; weights stay float32. auto is bfloat16 on a CUDA device that has it and float32
+    """The precision of products; weights stay float32. auto is bfloat16 on a CUDA device that has it and float32
     elsewhere; on CUDA float32 takes TF32 products, and exact does not."""
     compile: bool = False
     ema: float | None = None
     """Keep an average of the weights with this decay (0.9999) and evaluate it."""
     accumulate: int = 1
-    """Split each batch in so many parts, to save memory; the gradient is that of the whole batch."""
+    """Split each batch into so many parts, to save memory; the gradient is that of the whole batch."""
     gradient_checkpointing: bool = False
     """Save memory by computing the inside of each block twice."""
     keep_logits_only: bool = False
@@ -184,7 +184,7 @@ class TrainConfig:
         return from_dict(cls, values)
 
     def check(self) -> None:
-        """ValueError for settings that cannot work together, before anything is opened or built."""
+        """Raise ValueError for settings that cannot work together, before anything is opened or built."""
         d, s = self.data, self.schedule
         positive = {
             "steps": self.steps,
@@ -235,7 +235,7 @@ class TrainConfig:
             )
 
     def check_numbers(self) -> None:
-        """ValueError for rates, decays and factors that are negative or not finite."""
+        """Raise ValueError for rates, decays and factors that are negative or not finite."""
         o, s = self.optim, self.schedule
         patterns = (("decay_patterns", o.decay_patterns), ("lr_patterns", o.lr_patterns))
         not_negative = {
@@ -270,7 +270,7 @@ class TrainConfig:
             raise ValueError(f"data.max_broken is a share in [0, 1], got {self.data.max_broken}")
 
     def check_text(self) -> None:
-        """What a text tower needs, and what makes no sense without or with one."""
+        """Raise ValueError for settings that need a text tower, or make no sense with one."""
         if self.text.size is None:
             if self.model.locked:
                 raise ValueError("model.locked locks the image tower beside a text tower: set text.size, or use lit")

@@ -1,6 +1,7 @@
-"""Evaluators, which turn a model and validation batches into named numbers, and how many processes share one.
+"""The evaluators that run during training, and how several processes share one.
 
-The defaults are accuracy and loss of classes, and of captions. Any function of the same form can stand beside them.
+An evaluator turns a model and validation batches into named numbers. The defaults are accuracy and loss, of classes
+and of captions; any other function of the same form works too.
 """
 
 import itertools
@@ -19,12 +20,12 @@ from softmoe.train.distributed import Team
 from softmoe.train.objectives import Contrastive, contrastive_loss
 
 Evaluator = Callable[[nn.Module, Iterable[Batch]], dict[str, float]]
-"""A model in evaluation mode and batches (on any device) -> named numbers. No state."""
+"""A function of a model in evaluation mode and batches (on any device) that returns named numbers and has no state."""
 
 
 @torch.no_grad()
 def classify(model: nn.Module, batches: Iterable[Batch], loss: Loss = "softmax") -> dict[str, float]:
-    """top1, top5 and mean loss. With several labels per image a prediction counts if it is one of them."""
+    """Return top1, top5 and mean loss. With several labels per image a prediction is right if it is one of them."""
     device = next(model.parameters()).device
     totals: Totals | None = None
     found = ((model(batch.images.to(device)), batch.labels) for batch in batches if len(batch.images))
@@ -38,8 +39,10 @@ def classify(model: nn.Module, batches: Iterable[Batch], loss: Loss = "softmax")
 
 
 def match_pairs(model: nn.Module, batches: Iterable[Batch], objective: Contrastive) -> dict[str, float]:
-    """Within each batch: the loss, and how often an image's own caption (its first) is the nearest, and the other way
-    round (top1 is the mean of both). A tie is a miss."""
+    """Return the loss, and how often the own caption of an image is the nearest of its batch, and the other way round.
+
+    top1 is the mean of both. Of several captions the first counts. A tie is a miss.
+    """
     device = next(model.parameters()).device
     sums = {"top1": 0.0, "image_to_text": 0.0, "text_to_image": 0.0, "loss": 0.0}
     pairs = 0
@@ -62,7 +65,7 @@ def match_pairs(model: nn.Module, batches: Iterable[Batch], objective: Contrasti
 
 
 def matches(e: Embeddings, kind: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Images whose own caption is the nearest, captions whose own image is, and the loss of the batch."""
+    """Count the images whose own caption is the nearest and the captions whose own image is; return the loss too."""
     assert e.image is not None
     assert e.text is not None
     cosines_BB = e.image @ e.text.T
@@ -73,18 +76,20 @@ def matches(e: Embeddings, kind: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def evaluate_share(evaluator: Evaluator, model: nn.Module, data: Data, team: Team) -> dict[str, float]:
-    """The evaluator's numbers, of all validation images. On many ranks each evaluates its share, and the numbers are
-    the means of the ranks', weighted by images: exact for everything that is a mean over images."""
+    """Return the evaluator's numbers on all validation images, of which each rank evaluates its share.
+
+    The numbers are means over ranks, weighted by images: exact for everything that is a mean over images.
+    """
     if team.world == 1:
         return evaluator(model, data.validation())
     fixed = FixedBatchModel(model, data.eval_share)
     batches = CountedBatches(data.validation())
     first = next((batch for batch in batches if len(batch.images)), None)
     found = {} if first is None else evaluator(fixed, itertools.chain([first], batches))
-    for _ in batches:  # what the evaluator left
+    for _ in batches:  # count those that the evaluator did not read
         pass
     nothing = no_inputs(data, next(model.parameters()).device)
-    while fixed.passes < batches.count:  # a rank without images still does its part in the others' passes
+    while fixed.passes < batches.count:  # other ranks need the experts of a rank without images
         fixed(*nothing)
     shares = team.gather((found, batches.images))
     images = sum(count for _, count in shares)
@@ -95,14 +100,14 @@ def evaluate_share(evaluator: Evaluator, model: nn.Module, data: Data, team: Tea
 
 
 class FixedBatchModel(nn.Module):
-    """The model, given the same number of images in every pass: on all ranks the experts see equal slots."""
+    """A model that pads every batch to the same number of images, so that experts exchange equal slots on all ranks."""
 
     def __init__(self, model: nn.Module, rows: int):
         super().__init__()
         self.model, self.rows, self.passes = model, rows, 0
 
     def forward(self, *inputs: Tensor) -> Any:
-        """Images, and for two towers tokens."""
+        """Run the model on images, and for two towers tokens."""
         self.passes += 1
         rows = inputs[0].shape[0]
         found = self.model(*(torch.cat([x, x.new_zeros(self.rows - rows, *x.shape[1:])]) for x in inputs))
@@ -112,7 +117,7 @@ class FixedBatchModel(nn.Module):
 
 
 def no_inputs(data: Data, device: torch.device) -> tuple[Tensor, ...]:
-    """What a model is given, of no images."""
+    """Return the inputs of a model for a batch of no images."""
     images = torch.zeros(0, 3, *data.config.data.transform.size, device=device)
     if data.tokenizer is None:
         return (images,)
@@ -120,7 +125,7 @@ def no_inputs(data: Data, device: torch.device) -> tuple[Tensor, ...]:
 
 
 class CountedBatches:
-    """Batches, and how many of them and of their images went by."""
+    """An iterator over batches that counts them and their images."""
 
     def __init__(self, batches: Iterable[Batch]):
         self.count = self.images = 0

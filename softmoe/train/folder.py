@@ -1,8 +1,7 @@
 """The folder of a run: runs/<name>/{config.json, metrics.jsonl, checkpoints/, eval.json}, one process at a time.
 
-A run continues only under the settings it was begun with. Free to change are those that do not touch the weights
-(FREE below), and the length and shape of the learning rate's future: `steps` and `schedule` may change if every
-rate already used stays what it was.
+A run continues only with the settings it was begun with. Those that do not change the weights (FREE below) may change,
+and also `steps` and `schedule`, if every learning rate already used stays the same.
 """
 
 import itertools
@@ -66,20 +65,20 @@ class RunFolder:
         return cls(Path(config.runs) / config.run_name)
 
     def chosen_checkpoint(self) -> Path:
-        """The best checkpoint, else the last: the one that becomes the run's model."""
+        """Return the checkpoint that becomes the run's model: the best, else the last."""
         for name in ("best", "last"):
             if (self.checkpoints / name).exists():
                 return (self.checkpoints / name).resolve()
         raise ValueError(f"{self.path} has no checkpoint yet")
 
     def chosen_numbers(self) -> tuple[int, dict[str, float]]:
-        """The step of the checkpoint that becomes the run's model, and what it was evaluated to, if it was."""
+        """Return the step of the checkpoint that becomes the run's model, and its evaluation, if it has one."""
         state = read_json(self.chosen_checkpoint() / "state.json")
         evaluated = state["progress"].get("evaluation") or {}
         return state["step"], evaluated["numbers"] if evaluated.get("step") == state["step"] else {}
 
     def stored(self) -> tuple[TrainConfig, dict[str, Any]] | None:
-        """The settings the run was begun with, and what was noted of its data and model; None for a new run."""
+        """Return the settings the run was begun with, and the facts of its data and model; None for a new run."""
         if not self.config.exists():
             return None
         values = read_json(self.config)
@@ -92,7 +91,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Refuse a second process in the same folder. The lock goes with the process, however it ends."""
+        """Keep other processes out of the folder. The lock ends with the process, however that ends."""
         self.path.mkdir(parents=True, exist_ok=True)
         try:
             import fcntl
@@ -115,7 +114,7 @@ class RunFolder:
                 self.remove_if_unused()
 
     def remove_if_unused(self) -> None:
-        """Leave nothing of a run that could not begin."""
+        """Remove the folder of a run that could not begin."""
         with suppress(OSError):
             if [path.name for path in self.path.iterdir()] == [".lock"]:
                 (self.path / ".lock").unlink()
@@ -123,7 +122,7 @@ class RunFolder:
 
 
 def differences(old: TrainConfig, new: TrainConfig, done: int) -> list[str]:
-    """Lines `key: old -> new` for what may not change once `done` steps are made; empty if the run may continue."""
+    """List as `key: old -> new` the changes that are not allowed after `done` steps; empty if the run may continue."""
     before, after = flatten(old.to_dict()), flatten(new.to_dict())
     keys = [key for key in before | after if before.get(key) != after.get(key)]
     changed = [key for key in keys if not any(matches(key, rule) for rule in FREE)]
@@ -134,10 +133,10 @@ def differences(old: TrainConfig, new: TrainConfig, done: int) -> list[str]:
 
 
 def free_name(config: TrainConfig, recipe: TrainConfig, *, named: bool) -> tuple[TrainConfig, str]:
-    """Return the settings with a run_name whose folder is free or holds this very run, and a sentence if it is another.
+    """Return the settings with a run_name whose folder is free or holds this very run, and a sentence if it is new.
 
-    A second run of a recipe gets a number: finetune_2. A name that the user chose (`named`) is kept; if another run has
-    it the ValueError lists what differs by the user's own doing, `recipe` being the settings without it.
+    A second run of a recipe gets a number: finetune_2. If the user chose the name (`named`) and another run has it, a
+    ValueError lists the settings that the user changed; `recipe` are the settings without these changes.
     """
     first: list[str] = []
     for number in itertools.count(1):
@@ -164,7 +163,7 @@ def free_name(config: TrainConfig, recipe: TrainConfig, *, named: bool) -> tuple
 
 
 def other_run(config: TrainConfig) -> list[str]:
-    """Return how the run that is in the folder of these settings differs from them; empty if it may continue."""
+    """List how the run in the folder of these settings differs from them; empty if it may continue."""
     folder = RunFolder.of(config)
     stored = folder.stored()
     if stored is None:
@@ -185,7 +184,7 @@ def same_past(old: TrainConfig, new: TrainConfig, done: int) -> bool:
 
 
 def write_model(run: RunFolder) -> SavedModel:
-    """Write the best (else the last) checkpoint of a run as a saved model with its class names, in the run's folder."""
+    """Write the best (else the last) checkpoint of a run as a saved model with class names in the run's folder."""
     stored = run.stored()
     if stored is None:
         raise ValueError(f"{run.path} is not the folder of a run")
@@ -210,7 +209,7 @@ def write_model(run: RunFolder) -> SavedModel:
 def join_parts(
     checkpoint: Path, config: TrainConfig, classes: Sequence[str], folder: Path, results: dict[str, Any]
 ) -> SavedModel:
-    """Write a checkpoint of many processes as a saved model: their parts are put together one tensor at a time."""
+    """Write a checkpoint of many processes as a saved model, joining their parts one tensor at a time."""
     from softmoe.storage.shards import save_parts
 
     shape, towers = split_architecture(parse_architecture(read_json(checkpoint / "config.json")))

@@ -1,4 +1,4 @@
-"""How the routers do, in a few numbers per layer, and a warning when one goes wrong.
+"""The health of the routers in a few numbers per layer, and warnings when one goes wrong.
 
 Letters: B images, M tokens, D width, N experts, P slots per expert.
 """
@@ -12,14 +12,14 @@ from softmoe.moe import DenseRouting, Router, Routing, SoftRouter, SparseRouting
 from softmoe.parallel import whole
 
 SATURATED = 0.95  # mean largest weight above which a softmax passes one entry only
-ALIKE = 0.95  # mean cosine of the slot vectors above which they all ask for the same
+COLLAPSED = 0.95  # mean cosine of the slot vectors above which all slots take the same tokens
 DROPPED = 0.5
 IDLE = 0.5
 
 
 @torch.no_grad()
 def router_health(router: Router, routing: Routing) -> dict[str, Tensor]:
-    """Named numbers of one layer. One pass over its weights, no products of slots with slots."""
+    """Return the numbers of one layer by name, in one pass over its weights."""
     numbers: dict[str, Tensor] = {}
     if isinstance(routing, DenseRouting):
         numbers["max_dispatch"] = routing.dispatch_weights.amax(1).mean()
@@ -37,7 +37,7 @@ def router_health(router: Router, routing: Routing) -> dict[str, Tensor]:
 
 
 def mean_cosine(vectors_DS: Tensor) -> Tensor:
-    """Mean cosine of all pairs of different columns, from the length of their sum: no S x S matrix."""
+    """Return the mean cosine of all pairs of different columns, from the length of their sum: no S x S matrix."""
     S = vectors_DS.shape[1]
     if S < 2:
         return vectors_DS.new_zeros(())
@@ -47,7 +47,7 @@ def mean_cosine(vectors_DS: Tensor) -> Tensor:
 
 
 def model_health(routers: Mapping[str, Router], routings: Mapping[str, Routing]) -> dict[str, dict[str, float]]:
-    """{layer: numbers}, by the layers' names. They are read together, so that a GPU is waited for once."""
+    """Return the numbers of each layer by its name, read together so that a GPU is waited for once."""
     found = {name: router_health(routers[name], routing) for name, routing in routings.items()}
     flat = [value for numbers in found.values() for value in numbers.values()]
     if not flat:
@@ -58,7 +58,7 @@ def model_health(routers: Mapping[str, Router], routings: Mapping[str, Routing])
 
 
 class HealthWatch:
-    """Turns health numbers into warnings: each once, and again only after the layer has recovered in between."""
+    """Turns health numbers into warnings: each once, and again only after the layer has recovered."""
 
     def __init__(self) -> None:
         self._ill: set[tuple[str, str]] = set()
@@ -66,34 +66,30 @@ class HealthWatch:
     def warnings(self, health: Mapping[str, Mapping[str, float]]) -> list[str]:
         messages = []
         for layer, numbers in health.items():
-            for illness, message in symptoms(numbers).items():
-                key = (layer, illness)
-                if message and key not in self._ill:
-                    messages.append(f"routing in {layer}: {message}")
-                (self._ill.add if message else self._ill.discard)(key)
+            found = symptoms(numbers)
+            messages += [
+                f"routing in {layer}: {text}" for name, text in found.items() if (layer, name) not in self._ill
+            ]
+            self._ill = {key for key in self._ill if key[0] != layer} | {(layer, name) for name in found}
         return messages
 
 
 def symptoms(numbers: Mapping[str, float]) -> dict[str, str]:
-    """{illness: what to tell the user, empty if healthy}."""
-    found: dict[str, str] = dict.fromkeys(("dispatch", "combine", "alike", "dropped", "idle"), "")
+    """Return the numbers of a layer that are too large, each with what to tell the user."""
     scale = f" (scale {numbers['scale']:.3g})" if "scale" in numbers else ""
-    if numbers.get("max_dispatch", 0.0) > SATURATED:
-        found["dispatch"] = (
-            f"dispatch is saturated, each slot takes one token only{scale}; lower the learning rate or decay the scale"
-        )
-    if numbers.get("max_combine", 0.0) > SATURATED:
-        found["combine"] = (
-            f"combine is saturated, each token takes one slot only{scale}; lower the learning rate or decay the scale"
-        )
-    if numbers.get("slot_similarity", 0.0) > ALIKE:
-        found["alike"] = "the slots have collapsed, all ask for the same tokens; check normalize and the learning rate"
-    if numbers.get("drop_rate", 0.0) > DROPPED:
-        found["dropped"] = (
-            f"{numbers['drop_rate']:.0%} of the tokens reach no expert; raise capacity_factor or the balance losses"
-        )
-    if numbers.get("idle_experts", 0.0) > IDLE:
-        found["idle"] = (
-            f"{numbers['idle_experts']:.0%} of the experts get no token; raise importance_weight and load_weight"
-        )
-    return found
+    cure = "lower the learning rate or decay the scale"
+    limits = {
+        "max_dispatch": (SATURATED, f"dispatch is saturated, each slot takes one token only{scale}; {cure}"),
+        "max_combine": (SATURATED, f"combine is saturated, each token takes one slot only{scale}; {cure}"),
+        "slot_similarity": (
+            COLLAPSED,
+            "the slots have collapsed, all ask for the same tokens; check normalize and the learning rate",
+        ),
+        "drop_rate": (DROPPED, "{:.0%} of the tokens reach no expert; raise capacity_factor or the balance losses"),
+        "idle_experts": (IDLE, "{:.0%} of the experts get no token; raise importance_weight and load_weight"),
+    }
+    return {
+        name: message.format(numbers[name])
+        for name, (limit, message) in limits.items()
+        if numbers.get(name, 0.0) > limit
+    }

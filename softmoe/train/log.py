@@ -1,4 +1,4 @@
-"""Where the words and numbers of a run go: metrics.jsonl, the progress line, TensorBoard and Weights & Biases."""
+"""The outputs of a running training: metrics.jsonl, the progress line, TensorBoard and Weights & Biases."""
 
 import json
 import math
@@ -16,15 +16,15 @@ import torch
 from softmoe.storage.files import sync_file, write_text
 from softmoe.train.config import TrainConfig
 
-_SIDE = {"cpu": 1024}  # of the matrices by which a device's speed is measured
+_SIDE = {"cpu": 1024}  # of the matrices by which a device's peak is measured; 8192 elsewhere
 
 
 class MetricsFile:
-    """metrics.jsonl: one JSON object per line, each with its step, in the order of the steps.
+    """Writes metrics.jsonl: one JSON object per line, each with its step, in the order of the steps.
 
-    `rewind(step)` drops what a killed run wrote after the checkpoint it resumes from, so that in the end the file is
-    that of an uninterrupted run. If the disk is full lines wait in memory and are written when there is room.
-    Without a path nothing is written: of many processes only one keeps the file.
+    `rewind(step)` drops the lines that a killed run wrote after the checkpoint it resumes from, so that the file
+    becomes that of an uninterrupted run. If the disk is full, lines wait in memory until there is room. Without a path
+    nothing is written: of many processes only one keeps the file.
     """
 
     def __init__(self, path: Path | None):
@@ -32,7 +32,7 @@ class MetricsFile:
         self.waiting: list[str] = []
 
     def rewind(self, step: int) -> int:
-        """Returns how many damaged lines were dropped, the one that a kill cut short left out."""
+        """Drop the lines after this step. Return how many damaged ones went too, without one that a kill cut short."""
         if self.path is None or not self.path.exists():
             return 0
         rows, damaged = scan_metrics(self.path)
@@ -40,14 +40,14 @@ class MetricsFile:
         return damaged
 
     def write(self, record: dict[str, Any]) -> str | None:
-        """Append one line; returns the reason if it had to wait."""
+        """Append one line; return the reason if it has to wait."""
         if self.path is None:
             return None
         self.waiting.append(json.dumps(finite(record)) + "\n")
         return self.write_waiting()
 
     def write_waiting(self) -> str | None:
-        """Append the lines that wait; returns the reason if they have to wait on."""
+        """Append the lines that wait; return the reason if they still have to."""
         if self.path is None or not self.waiting:
             return None
         before = self.path.stat().st_size if self.path.exists() else 0
@@ -62,7 +62,7 @@ class MetricsFile:
         return None
 
     def flush(self) -> None:
-        """On the disk for certain, before a checkpoint says that this step was reached."""
+        """Sync the file to disk, before a checkpoint says that this step was reached."""
         if self.path is None:
             return
         with suppress(OSError):  # a disk that cannot do this will say so when the checkpoint is written
@@ -70,20 +70,22 @@ class MetricsFile:
 
 
 def finite(value: Any) -> Any:
-    """JSON has no NaN: such numbers become null."""
+    """Replace numbers that are not finite by None, since JSON has none."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; damaged ones, and a last one that is being written, are left out."""
+    """Return the lines of a metrics.jsonl without damaged ones and without a last one that is being written."""
     return scan_metrics(path)[0]
 
 
 def scan_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The lines of a metrics.jsonl, and how many others are damaged. A last line without its end is being written, or
-    was cut short by a kill: it is left out and not counted."""
+    """Return the lines of a metrics.jsonl, and how many others are damaged.
+
+    A last line without its newline is being written, or was cut short by a kill: it is neither returned nor counted.
+    """
     rows, damaged = [], 0
     for line in path.read_text(errors="replace").splitlines(keepends=True):
         try:
@@ -98,7 +100,7 @@ def scan_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 class Sink(Protocol):
-    """Where metrics go besides metrics.jsonl."""
+    """A receiver of metrics besides metrics.jsonl."""
 
     def write(self, step: int, numbers: dict[str, float]) -> None: ...
 
@@ -106,7 +108,7 @@ class Sink(Protocol):
 
 
 def make_sinks(config: TrainConfig, folder: Path, step: int) -> list[Sink]:
-    """Those the run asks for; it continues at `step`, and what they were told of later steps no longer holds."""
+    """Make the sinks that the config asks for. The run continues at `step`; later steps they know are dropped."""
     sinks: list[Sink] = []
     if config.log.tensorboard:
         sinks.append(TensorBoard(folder / "tensorboard", step))
@@ -151,7 +153,7 @@ class WeightsAndBiases:
 
 
 class Progress:
-    """One line on a terminal or in a notebook that is written over; in a log file a new line every `seconds`."""
+    """Shows progress: one line that is overwritten on a terminal or in a notebook, else a line every `seconds`."""
 
     def __init__(self, seconds: float, *, quiet: bool = False, stream: TextIO | None = None):
         self.seconds, self.quiet = seconds, quiet
@@ -161,7 +163,7 @@ class Progress:
         self._shown = 0
 
     def due(self, *, tenth: bool = False) -> bool:
-        """Whether it is time for a line. In a log file each tenth of a run has one, however short the run."""
+        """Tell if it is time for a line. A log file also gets one at each tenth of the run, however short it is."""
         return not self.quiet and (time.monotonic() >= self._next or (tenth and not self.live))
 
     def show(self, line: str) -> None:
@@ -175,7 +177,7 @@ class Progress:
         self.stream.flush()
 
     def report(self, message: str) -> None:
-        """A line that stays."""
+        """Write a line that stays."""
         if self.live and self._shown:
             self.stream.write("\r" + " " * self._shown + "\r")
             self._shown = 0
@@ -192,7 +194,7 @@ class Progress:
 def progress_line(
     step: int, steps: int, loss: float, rate: float, images_per_second: float, peak_share: float | None, left: float
 ) -> str:
-    """Return the line in words. Before the second step the speed is not known, and not a number."""
+    """Format the progress line. Before the second step the speed is not known, and NaN."""
     if math.isnan(images_per_second):
         return f"step {step:>{len(str(steps))}}/{steps} | loss {loss:.4f} | lr {rate:.2e}"
     share = "" if peak_share is None else f" | {peak_share:.0%} of peak"
@@ -220,17 +222,19 @@ def in_notebook() -> bool:
 
 
 class Clock:
-    """Steps per second of this process; the first step, which waits for workers and compilers, evaluations and saves
-    are left out."""
+    """Measures the steps per second of this process, without evaluations, saves, and the first step.
+
+    The first step waits for workers and compilers.
+    """
 
     def __init__(self):
         self.step: int | None = None
         self.time = self.speed = math.nan
         self.estimated = False
-        """Whether the time that is left was told."""
+        """Whether the remaining time was reported."""
 
     def steps_per_second(self, step: int) -> float:
-        """Mean since the last call that was at least half a second ago; not a number at the first step."""
+        """Return the mean since the last call at least half a second ago; NaN at the first step."""
         now = time.perf_counter()
         if self.step is None or step == self.step:
             return self.speed
@@ -240,7 +244,7 @@ class Clock:
         return self.speed
 
     def begin(self, step: int) -> None:
-        """Count from now on, if this is the first step that was done."""
+        """Start counting, if this is the first step that was done."""
         if self.step is None:
             self.step, self.time = step, time.perf_counter()
 
@@ -250,7 +254,7 @@ class Clock:
 
 @cache
 def peak_flops(device: torch.device, dtype: torch.dtype | None = None, tries: int = 5) -> float:
-    """Best rate of a square product in FLOPs per second, measured once per process in about a tenth of a second."""
+    """Return the best rate of a square product in FLOPs per second, measured once per process in about 0.1 s."""
     side = _SIDE.get(device.type, 8192)
     with torch.no_grad():
         x = torch.ones(side, side, device=device, dtype=dtype or torch.float32)
@@ -265,6 +269,6 @@ def peak_flops(device: torch.device, dtype: torch.dtype | None = None, tries: in
 
 
 def wait(device: torch.device) -> None:
-    """Let the device finish what it was given."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

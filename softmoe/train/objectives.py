@@ -1,7 +1,7 @@
-"""An objective turns a batch and a model into a loss and named numbers. The loop adds the routers' balance losses.
+"""The objectives: functions of a model and a batch that return a loss and named numbers.
 
-For classes: softmax or sigmoid cross-entropy. For captions (which belongs to which image): the sigmoid loss (SigLIP,
-the paper's) and the softmax loss (CLIP).
+For classes there are softmax and sigmoid cross-entropy, for captions (which belongs to which image) the sigmoid loss
+(SigLIP, the paper's) and the softmax loss (CLIP). The loop adds the routers' balance losses.
 
 Letters: B images of this process, C classes.
 """
@@ -23,20 +23,23 @@ from softmoe.train.config import ObjectiveSection
 
 
 class Labeled(Protocol):
-    """The part of a data batch that an objective looks at."""
+    """The part of a batch that a classification objective uses."""
 
     images: Tensor
     labels: Tensor
 
 
 Objective = Callable[[nn.Module, Any], tuple[Tensor, dict[str, Tensor]]]
-"""A model and a batch -> the loss, and numbers by name whose means over steps and processes are logged as
-objective/NAME. The names are the same at every step and on every process."""
+"""A function of a model and a batch that returns the loss, and numbers by name that are logged as objective/NAME.
+
+The logged values are means over steps and processes, so the names must be the same everywhere."""
 
 
 def make_objective(config: ObjectiveSection, weight_C: Tensor | None = None) -> Objective:
-    """Classification: labels are class numbers (B,), or weights per class (B, C) (multi-label, mixup). `weight_C` is
-    what an image of each class counts."""
+    """Make the objective of classification; `weight_C` are weights of the images by their class.
+
+    Labels are class numbers (B,), or weights of classes (B, C) (multi-label, mixup).
+    """
     loss_function = LOSSES[config.loss]
 
     def objective(model: nn.Module, batch: Labeled) -> tuple[Tensor, dict[str, Tensor]]:
@@ -52,8 +55,7 @@ def make_objective(config: ObjectiveSection, weight_C: Tensor | None = None) -> 
 
 
 def balance_weights(source: Source, power: float, device: torch.device | None = None) -> Tensor | None:
-    """(C,) on the device: what an image of each class counts, 1 in the mean over all images; None where all count the
-    same."""
+    """Return the weight of an image by its class, (C,), with a mean of 1 over all images; None if all are the same."""
     if not power:
         return None
     labels = getattr(source, "labels", None)
@@ -67,8 +69,11 @@ def balance_weights(source: Source, power: float, device: torch.device | None = 
 
 
 class Contrastive:
-    """The objective of two towers. It looks at all pairs of a batch together: `embed` works on any part of the batch,
-    `join` on the whole, so a large batch can be computed in parts with the gradient of the whole (see step.py)."""
+    """The objective of two towers, which compares all pairs of a batch.
+
+    `embed` works on any part of the batch and `join` on the whole, so a large batch can be computed in parts with the
+    gradient of the whole (see step.py).
+    """
 
     def __init__(self, config: ObjectiveSection, tokenizer: Tokenizer, length: int):
         self.config, self.tokenizer, self.length = config, tokenizer, length
@@ -79,25 +84,26 @@ class Contrastive:
     def embed(self, model: nn.Module, batch: Any) -> Embeddings:
         tokens, device = self.tokens(batch), batch.images.device
         if device.type == "cuda":
-            tokens = tokens.pin_memory()  # so that the copy is not waited for
+            tokens = tokens.pin_memory()  # so that the copy does not block
         return model(batch.images, tokens.to(device, non_blocking=True))
 
     def join(self, embeddings: Embeddings) -> tuple[Tensor, dict[str, Tensor]]:
         return contrastive_loss(embeddings, self.config.loss), {}
 
     def tokens(self, batch: Any) -> Tensor:
-        """(B, length): of several captions the one that was drawn, in evaluation the first."""
+        """Return the tokens of each caption, (B, length): of several the drawn one, in evaluation the first."""
         draws = [0] * len(batch.captions) if batch.draws is None else batch.draws.tolist()
         texts = [captions[draw % len(captions)] for captions, draw in zip(batch.captions, draws, strict=True)]
         return self.tokenizer.encode(texts, self.length)
 
 
 def contrastive_loss(e: Embeddings, kind: str, *, alone: bool = False) -> Tensor:
-    """Compares this rank's images (and, for softmax, texts) with those of all ranks; the mean over the ranks is the
-    loss of the whole batch. `alone` leaves the other ranks out.
+    """Return the loss of this rank's images (and, for softmax, texts) against those of all ranks.
 
     sigmoid   mean over images i of the sum over texts j of -log sigmoid(+-logit_ij), + where j is i's own
     softmax   mean of the cross-entropies of each image's text and of each text's image
+
+    The mean over the ranks is the loss of the whole batch. `alone` leaves the other ranks out.
     """
     assert e.image is not None
     assert e.text is not None
@@ -115,7 +121,7 @@ def contrastive_loss(e: Embeddings, kind: str, *, alone: bool = False) -> Tensor
 
 
 def join_parts(parts: list[Embeddings]) -> Embeddings:
-    """The embeddings of a batch from those of its parts, as numbers to be differentiated by."""
+    """Join the embeddings of a batch's parts, detached, as leaves that get gradients."""
 
     def rows(tensors: list[Tensor | None]) -> Tensor:
         return torch.cat([t for t in tensors if t is not None]).detach().requires_grad_()
@@ -130,8 +136,11 @@ def join_parts(parts: list[Embeddings]) -> Embeddings:
 
 
 def with_gradient(part: Embeddings, whole: Embeddings, start: int) -> Tensor:
-    """A number whose gradient, in the weights behind `part` (rows from `start` on), is that of the loss which left its
-    gradients in `whole`. Scale and bias are counted with the first part."""
+    """Return a number whose gradient in the weights is the part's share of that of the loss.
+
+    The loss has left its gradients in `whole`, of which `part` are the rows from `start` on. Scale and bias are counted
+    with the first part.
+    """
     pairs = [(part.image, whole.image), (part.text, whole.text)]
     total = torch.stack(
         [

@@ -1,4 +1,4 @@
-"""A run before it runs: a recipe made to fit its steps and data, and its settings, cost and memory in words."""
+"""Fit a recipe to its steps and data, and preview its settings, cost and memory before it runs."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -12,11 +12,11 @@ from softmoe.storage.files import flatten
 from softmoe.train.config import ModelSection, TrainConfig
 from softmoe.train.data import buffers_of, open_sources
 
-ROWS, EVALUATIONS = 10, 4  # of a run that is shorter than its recipe, at least
+ROWS, EVALUATIONS = 10, 4  # the least of each in a run that is shorter than its recipe
 
 
 def steps_of(epochs: float, config: TrainConfig) -> int:
-    """Return how many steps see the training images `epochs` times."""
+    """Return the number of steps in which the training images are seen `epochs` times."""
     if not epochs > 0:
         raise ValueError(f"the number of epochs must be above 0, got {epochs}")
     images = len(open_source(config.data.train, config.data.train_split))
@@ -24,11 +24,11 @@ def steps_of(epochs: float, config: TrainConfig) -> int:
 
 
 def fit(config: TrainConfig, recipe: TrainConfig, given: Collection[str] = ()) -> tuple[TrainConfig, str]:
-    """Return the settings with all that is not `given` (keys such as schedule.warmup) scaled to them, and a sentence.
+    """Return the settings scaled to their steps and data, except `given` keys such as schedule.warmup, and a sentence.
 
-    Of a run shorter than its recipe warm-up and cooldown keep their share, there are at least ten lines of metrics, and
-    evaluations and checkpoints at each quarter. Captions are told apart within a batch, so a batch of pairs is at most
-    half of the set. The sentence is empty if nothing was changed.
+    In a run shorter than its recipe warm-up and cooldown keep their share, there are at least ten lines of metrics, and
+    evaluations and checkpoints at each quarter. A batch of image-text pairs is at most half of the set. The sentence
+    says what was changed, and is empty if nothing was.
     """
     wanted = {}
     if config.text.size is not None and "data.batch_size" not in given:
@@ -47,7 +47,7 @@ def fit(config: TrainConfig, recipe: TrainConfig, given: Collection[str] = ()) -
 
 
 def shorter(config: TrainConfig, share: float) -> dict[str, int | None]:
-    """Return what a run has that is this share of its recipe, by key."""
+    """Return the settings, by key, of a run that is this share of its recipe."""
     s, quarter = config.schedule, -(-config.steps // EVALUATIONS)
     every = config.evaluation.every
     return {
@@ -60,7 +60,7 @@ def shorter(config: TrainConfig, share: float) -> dict[str, int | None]:
 
 
 def set_keys(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
-    """Return the settings with other values, by whole keys such as data.transform.flip or model.top_k."""
+    """Return the settings with other values, given by full keys such as data.transform.flip or model.top_k."""
     for key, value in values.items():
         section, _, name = key.partition(".")
         config = replace(config, **{section: _with(getattr(config, section), name, value)})
@@ -77,7 +77,7 @@ def _with(part: Any, path: str, value: Any) -> Any:
 
 
 def preview(config: TrainConfig) -> str:
-    """What `train --dry-run` prints. ValueError for settings that cannot work."""
+    """Return the text of `train --dry-run`. ValueError for settings that cannot work."""
     config.check()
     source, held_out = open_sources(config)
     texts = config.text.size is not None
@@ -113,7 +113,7 @@ def preview(config: TrainConfig) -> str:
 
 
 def waiting(config: TrainConfig) -> str:
-    """How much memory the batches take that wait for the device, at most."""
+    """Say how much memory the batches that wait for the device take at most."""
     b = buffers_of(config.data, config.data.batch_size, "cuda" if on_cuda(config) else "cpu")
     kind = "pinned uint8" if on_cuda(config) else "float32"
     ahead = f"{b.workers} workers, {b.prefetch} batches ahead of each" if b.workers else "made in this process"
@@ -125,14 +125,14 @@ def table(values: dict) -> list[str]:
 
 
 def on_cuda(config: TrainConfig) -> bool:
-    """Whether the run would be on a GPU: by its settings, or, where they leave it open, by what is here."""
+    """Tell if the run would be on a GPU of this machine."""
     import torch
 
     return config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
 
 
 def memory_needed(config: TrainConfig, shape: ViTConfig) -> dict[str, int]:
-    """Bytes by kind."""
+    """Return the bytes that training needs, by kind."""
     need = memory(
         shape,
         config.data.batch_size // config.accumulate,

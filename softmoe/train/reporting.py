@@ -1,4 +1,4 @@
-"""A run tells how it does while it runs: the progress line, lines of metrics, evaluations, warnings."""
+"""What a run reports while it runs: the progress line, lines of metrics, evaluations, warnings."""
 
 import math
 from typing import Any
@@ -13,7 +13,7 @@ from softmoe.train.log import Clock, duration, peak_flops, progress_line
 from softmoe.train.run import Run
 from softmoe.train.step import autocast
 
-LONG = 1800.0  # seconds; a run that takes longer says so as soon as it knows
+LONG = 1800.0  # seconds; a run that will take longer says so as soon as its speed is known
 
 
 class Diverged(ValueError):
@@ -37,7 +37,7 @@ def show_progress(run: Run, clock: Clock) -> None:
 
 
 def report_bad_steps(run: Run) -> None:
-    """Say which steps were skipped; Diverged if there were too many in a row."""
+    """Report the steps that were skipped. Raise Diverged if there were too many in a row."""
     bad, run.bad_steps = run.bad_steps, []
     for step, loss in bad:
         run.progress.report(f"step {step}: loss {loss} or its gradient is not finite; the step is skipped")
@@ -56,7 +56,7 @@ def diverged(run: Run, reason: str) -> Diverged:
 
 
 def report_starving(run: Run, feed: Feed) -> None:
-    """Say that the device waits for data, if it did in most steps since the last line of metrics."""
+    """Report that the device waits for data, if it did in most steps since the last line of metrics."""
     starved, feed.starved = feed.starved, 0
     if starved > run.config.log.every / 2:
         run.progress.report(
@@ -66,7 +66,7 @@ def report_starving(run: Run, feed: Feed) -> None:
 
 
 def log(run: Run) -> None:
-    """One line of metrics: means since the line before, totals since the start."""
+    """Write one line of metrics: means since the line before, totals since the start."""
     done = run.done
     count = done.good_steps or math.nan
     record: dict[str, Any] = {
@@ -100,8 +100,10 @@ def write_metrics(run: Run, record: dict[str, Any]) -> None:
 
 
 def evaluate(run: Run) -> bool:
-    """Run the evaluators, on the average of the weights if there is one. True if this is the best step so far, which
-    one that was skipped, and is not saved, cannot be."""
+    """Run the evaluators, on the average of the weights if there is one. Return True if this is the best step so far.
+
+    A skipped step is never the best, since it is not saved.
+    """
     done, key = run.done, run.config.evaluation.best
     done.evaluating = True
     model = run.model if run.average is None else run.average.model

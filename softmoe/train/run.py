@@ -1,4 +1,4 @@
-"""Everything a running training is made of, built from its settings: device, data, model, optimizer, folder."""
+"""The objects that a running training consists of, built from its settings: data, model, optimizer, folder, ..."""
 
 import copy
 import hashlib
@@ -35,9 +35,9 @@ from softmoe.train.optim import Schedule, make_optimizer, make_schedule
 
 
 class Average:
-    """A copy of the model whose weights are the running mean of the model's: e = decay * e + (1 - decay) * w.
+    """A copy of the model whose weights are a running mean of the model's: e = decay * e + (1 - decay) * w.
 
-    `twin` is an equal model to become the copy, for models that cannot be copied because they are spread over ranks.
+    A model that is spread over ranks cannot be copied: `twin` is then an equal model that becomes the copy.
     """
 
     def __init__(self, model: nn.Module, decay: float, twin: nn.Module | None = None):
@@ -53,14 +53,14 @@ class Average:
 
 @dataclass
 class TrainState:
-    """How far a run is. It is kept in every checkpoint, so the next line of metrics is the same after a resume."""
+    """The progress of a run. Every checkpoint has it, so that the next line of metrics is the same after a resume."""
 
     step: int = 0
     loss_sum: float = 0.0
     auxiliary_sum: float = 0.0
     norm_sum: float = 0.0
     good_steps: int = 0
-    """Steps in the three sums: those since the last line of metrics that were not skipped."""
+    """The number of steps in the three sums: those since the last line of metrics that were not skipped."""
     objective_sums: dict[str, float] = field(default_factory=dict)
     """Sums of the objective's own numbers over the same steps."""
     skipped: int = 0
@@ -72,11 +72,11 @@ class TrainState:
     stale: int = 0
     """Evaluations since the best one."""
     evaluating: bool = False
-    """An evaluation has begun and not ended: a run that stopped there makes up for it when it goes on."""
+    """An evaluation has begun and not ended; a run that stopped there repeats it when it resumes."""
 
     @classmethod
     def read(cls, said: Any) -> "TrainState":
-        """Take what a checkpoint's state.json says. ValueError for a name or a kind of value that is none of these."""
+        """Read the state from a checkpoint's state.json. ValueError for an unknown name or a value of a wrong type."""
         kinds = {
             name: (int, float) if isinstance(value, float) else (dict, type(None)) if value is None else type(value)
             for name, value in vars(cls()).items()
@@ -91,12 +91,14 @@ class TrainState:
 
 
 LATE = ("cuda",)
-"""Devices that the host does not wait for in a step. They decide on skipping; their numbers are read a step late."""
+"""Devices that the host does not wait for in a step: they skip bad steps themselves, and are read a step late."""
 
 
 class Pending:
-    """The numbers of a step on their way to the host: loss, balance losses, norm of the gradient, and the objective's
-    own by name."""
+    """The numbers of a step that are being copied to the host.
+
+    They are loss, balance losses, norm of the gradient, and the objective's own by name.
+    """
 
     def __init__(self, step: int, names: list[str], values: Tensor):
         self.step, self.names = step, names
@@ -110,7 +112,7 @@ class Pending:
             self._values = values.detach()
 
     def read(self) -> list[float]:
-        """Wait until they are here."""
+        """Return the numbers, waiting for the copy if need be."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._values.tolist()
@@ -127,9 +129,9 @@ class Run:
     average: Average | None
     optimizer: torch.optim.Optimizer
     in_backward: InBackward | None
-    """Where the optimizer does its work during the backward pass."""
+    """Updates parameters during the backward pass, if the config asks for it."""
     acceleration: accelerate.Report
-    """What is put on the model from outside: the last places of all numbers depend on it."""
+    """The accelerations of the model, on which the last digits of all numbers depend."""
     schedule: Schedule
     objective: Objective
     evaluators: Mapping[str, Evaluator]
@@ -146,20 +148,20 @@ class Run:
     watch: HealthWatch = field(default_factory=HealthWatch)
     saved_step: int | None = None
     pending: Pending | None = None
-    """The last step, if its numbers were not read yet."""
+    """The numbers of the last step, if they were not read yet."""
     loss: float = math.nan
-    """Of the last step whose numbers were read."""
+    """The loss of the last step whose numbers were read."""
     bad_steps: list[tuple[int, float]] = field(default_factory=list)
     """Steps that were skipped, with their losses, until they are reported."""
 
     def totals(self) -> dict[str, float]:
-        """The axes of the paper's figures: what training has cost up to now."""
+        """Return what training has cost until now, the axes of the paper's figures."""
         images = self.done.step * self.config.data.batch_size
         seconds = round(self.done.device_seconds, 3)
         return {"images": images, "flops": images * self.flops_per_image, "device_seconds": seconds}
 
     def facts(self) -> dict[str, Any]:
-        """What must be the same when the run goes on: the data, and what products are computed in."""
+        """Return what must be the same when the run resumes: the data, and the precision of products."""
         exact = self.config.precision == "exact" and self.device.type == "cuda"
         precision = "exact" if exact else "float32" if self.autocast is None else "bfloat16"
         return self.data.facts() | {"precision": precision}
@@ -170,7 +172,7 @@ class Run:
         return {} if self.done.evaluation is None else self.done.evaluation["numbers"]
 
     def problems(self) -> list[str]:
-        """Sentences on what a run that has ended could not keep."""
+        """Return sentences about what a run that has ended could not save."""
         found, step, newest = [], self.done.step, self.store.last_good
         kept = "there is no checkpoint" if newest is None else f"the newest checkpoint is of step {newest}"
         if self.done.bad_in_a_row:
@@ -200,7 +202,7 @@ def build(
     team: Team | None = None,
     extract: Extract | None = None,
 ) -> Run:
-    """Everything fresh, from the settings alone."""
+    """Build a new run from the settings alone."""
     team = team or Team()
     progress = Progress(config.log.seconds, quiet=config.log.quiet or not team.leads, stream=team.stream)
     if config.threads is not None:
@@ -214,15 +216,14 @@ def build(
     if config.text.size is not None:
         data = replace(data, tokenizer=prepare_tokenizer(config, folder.path, data.train, team))
     shape = shape_of(config, data)
-    team.check(config, image_tower(shape))
+    team.check(config, shape.image if isinstance(shape, TwoTowerConfig) else shape)
     make = partial(build_model, config, shape, device)
     model = team.spread(make, autocast, config.compile)
     twin = team.spread(make, autocast) if team.world > 1 and config.ema is not None else None
     if config.model.weights is not None:  # read once the model is spread: what is read stays whole
         for each in filter(None, (model, twin)):
-            start_from(
-                each.image if isinstance(each, TwoTower) else each, config.model.weights, new_head=config.model.new_head
-            )
+            tower = each.image if isinstance(each, TwoTower) else each
+            start_from(tower, config.model.weights, new_head=config.model.new_head)
     if isinstance(model, TwoTower) and config.model.locked:
         model.lock_image_tower()
         if extract is not None and team.world == 1 and can_keep_features(config, len(data.train)):
@@ -234,12 +235,7 @@ def build(
     if config.keep_logits_only:
         keep_logits_only(model)
     progress.report(str(report))
-    if objective is None:
-        objective = (
-            contrastive(config, data)
-            if isinstance(model, TwoTower)
-            else make_objective(config.objective, balance_weights(data.train, config.objective.balance, device))
-        )
+    objective = objective or default_objective(config, data, device)
     return Run(
         config=config,
         folder=folder,
@@ -265,20 +261,17 @@ def build(
 
 
 def shape_of(config: TrainConfig, data: Data) -> ViTConfig | TwoTowerConfig:
-    """The model itself: an image tower, and with a tokenizer a text tower beside it."""
+    """Return the configuration of the model: an image tower, and with a tokenizer a text tower too."""
     size = config.data.transform.image_size
     if data.tokenizer is None:
         return config.model.resolve(len(data.train.classes) or None, size)
     return config.text.resolve(config.model.resolve(None, size), data.tokenizer.size, data.tokenizer.end)
 
 
-def image_tower(shape: ViTConfig | TwoTowerConfig) -> ViTConfig:
-    return shape.image if isinstance(shape, TwoTowerConfig) else shape
-
-
-def contrastive(config: TrainConfig, data: Data) -> Contrastive:
-    assert data.tokenizer is not None
-    return Contrastive(config.objective, data.tokenizer, config.text.length)
+def default_objective(config: TrainConfig, data: Data, device: torch.device) -> Objective:
+    if data.tokenizer is not None:
+        return Contrastive(config.objective, data.tokenizer, config.text.length)
+    return make_objective(config.objective, balance_weights(data.train, config.objective.balance, device))
 
 
 def default_evaluator(config: TrainConfig, objective: Objective) -> Evaluator:
@@ -290,7 +283,7 @@ def default_evaluator(config: TrainConfig, objective: Objective) -> Evaluator:
 def build_model(
     config: TrainConfig, shape: ViTConfig | TwoTowerConfig, device: torch.device
 ) -> VisionTransformer | TwoTower:
-    """A fresh model, the same for the same seed whatever was drawn before."""
+    """Build a new model, the same for the same seed whatever was drawn before."""
     torch.manual_seed(random_seed(config.seed, "model"))
     model = TwoTower(shape) if isinstance(shape, TwoTowerConfig) else VisionTransformer(shape)
     model = model.to(device)
@@ -299,7 +292,7 @@ def build_model(
 
 
 def random_seed(*parts: Any) -> int:
-    """A seed from any values. Each step draws from (seed, step) alone, so a resumed run draws the same."""
+    """Return a seed made from any values. Each step draws from (seed, step) alone, so a resumed run draws the same."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
