@@ -1,7 +1,7 @@
-"""shapes - pictures made up on the spot: nothing to download, as many as wanted, hard enough to be worth training on.
+"""The source `shapes`: generated pictures, as many as wanted, without a download, and hard enough to train on.
 
-Example `index` of a split is a pure function of (seed, split, index); the scene does not change with the
-size. See shapes_scenes.py for the classes and for what is in a scene, and shapes_draw.py for how it is drawn.
+Example `index` of a split is a pure function of (seed, split, index); the scene does not depend on the size.
+shapes_scenes.py has the classes and composes scenes, shapes_draw.py draws them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _VERSION = "1"  # changes when the same (seed, index) would give another picture
 
 
 class ShapesSource(DrawnSource):
-    """Compositions of textured shapes."""
+    """A source of generated scenes of textured shapes."""
 
     kind = "shapes"
 

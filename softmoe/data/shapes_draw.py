@@ -1,7 +1,7 @@
-"""Scenes of `shapes`, drawn for many images at once.
+"""Draw the scenes of `shapes`, many images at once.
 
-From back to front: ground, pebbles, the object, its companion, twigs; then light and noise. What is drawn is defined
-here with numpy; the compiled shapes.cpp gives the same bytes in a third of the time where it can be had.
+From back to front: ground, pebbles, the object, its companion, twigs; then light and noise. `draw_plain` defines the
+drawing with numpy; the compiled shapes.cpp draws the same bytes in a third of the time.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ import torch
 
 from softmoe.accelerate.build import Kernel, call
 from softmoe.data import shapes_tables as tables
-from softmoe.data.shapes_scenes import TEXTURE_NAMES, Placed, Scenes, chosen, compose, compositions, joined
+from softmoe.data.shapes_scenes import TEXTURE_NAMES, Placed, Scenes, compose, compositions, join_layers, select
 from softmoe.data.shapes_tables import CELLS, SPAN
 from softmoe.data.source import MAX_DRAWN
 
-_CHUNK = 64  # images of 32 x 32 pixels drawn together: fewer cost more calls, more leave the caches
+_CHUNK = 64  # images of 32 x 32 pixels drawn together: with fewer there are more calls, more do not fit the caches
 RIMMED = TEXTURE_NAMES.index("rimmed")
 
 
 def draw_plain(scenes: Scenes, size: int) -> np.ndarray:
-    """(B, size, size, 3) uint8."""
+    """Draw scenes with numpy: (B, size, size, 3) uint8."""
     count = len(scenes.ground)
     pictures = np.empty((count, size, size, 3), dtype=np.uint8)
     chunk = max(1, _CHUNK * 32 * 32 // (size * size))
     for start in range(0, count, chunk):
         rows = np.arange(start, min(start + chunk, count))
-        _Canvas(chosen(scenes, rows), size).paint(pictures[start : start + chunk])
+        _Canvas(select(scenes, rows), size).paint(pictures[start : start + chunk])
     return pictures
 
 
 class _Canvas:
-    """Planes of (3, b, size, size) float32 being painted."""
+    """The color planes, (3, b, size, size) float32, of some scenes while they are painted."""
 
     def __init__(self, scenes: Scenes, size: int):
         self.scenes, self.size = scenes, size
@@ -48,7 +48,7 @@ class _Canvas:
                 self._objects(layers, textured=layers[0] is scenes.object)
         self._light_and_noise()
         for k, plane in enumerate(self.planes):
-            pictures[..., k] = plane  # cuts off to whole numbers
+            pictures[..., k] = plane  # rounds down to whole numbers
 
     def _ground(self) -> np.ndarray:
         place = self.scenes.ground_place
@@ -60,17 +60,17 @@ class _Canvas:
         return np.stack([plane.take(where) for plane in tables.ground_planes()])
 
     def _objects(self, layers: list[Placed], textured: bool) -> None:
-        """Paint one object of each picture, layer over layer, by one computation for all of them.
+        """Paint one object of each picture per layer, all in one computation.
 
-        Distances are looked up in the part of each picture that its object may touch (pebbles are small and many twigs
-        absent), everything else only where the object is.
+        Distances are looked up only in the part of each picture that its object may touch, and colors only where the
+        object is: pebbles are small and many twigs absent.
         """
-        placed, count = joined(layers), len(self.scenes.ground)
+        placed, count = join_layers(layers), len(self.scenes.ground)
         span = reach(placed, self.size)
         near = np.flatnonzero(np.maximum(np.abs(placed.x), np.abs(placed.y)) - span < 1)
         if not near.size:
             return
-        placed, span = chosen(placed, near), span[near]
+        placed, span = select(placed, near), span[near]
         side = int(min(self.size, np.ceil(span.max() * self.size) + 2))  # pixels
         middle = np.stack([placed.x, -placed.y])
         first = ((middle + 1) * (self.size / 2) - side / 2).astype(np.int64).clip(0, self.size - side)
@@ -97,10 +97,10 @@ class _Canvas:
                 plane[where[part]] = there
 
     def _distance(self, placed: Placed, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        """Signed distance to the outline in pixels, at columns x and rows y."""
-        u, v = _within(frame(placed), x, y)
+        """Return the signed distance to the outline in pixels, at columns x and rows y."""
+        u, v = _table_coordinates(frame(placed), x, y)
         where = _column(placed.shape * CELLS * CELLS).astype(np.int32)
-        where = where + _held(v) * CELLS + _held(u)
+        where = where + _cells(v) * CELLS + _cells(u)
         return tables.distance_table().take(where) * _column(pixels_of(placed, self.size))
 
     def _shares(
@@ -115,7 +115,7 @@ class _Canvas:
     ) -> np.ndarray:
         """Return how much of the second color each pixel inside the object has."""
         texture = self.scenes.texture[near]
-        u, v = _within(frame(placed, self.scenes.texture_scale[near], self.scenes.texture_shift[near]), x, y)
+        u, v = _table_coordinates(frame(placed, self.scenes.texture_scale[near], self.scenes.texture_shift[near]), x, y)
         u, v = (coordinate.take(inside).astype(np.int64) & (CELLS - 1) for coordinate in (u, v))
         share = tables.texture_table().take(texture.take(whose) * (CELLS * CELLS) + v * CELLS + u)
         rimmed = np.flatnonzero(texture.take(whose) == RIMMED)
@@ -137,17 +137,17 @@ class _Canvas:
 
 
 def places(size: int) -> np.ndarray:
-    """The places of the pixels of a row."""
+    """Return the coordinates of the pixels of a row."""
     return ((np.arange(size) + 0.5) / size * 2 - 1).astype(np.float32)
 
 
 def pixels_of(placed: Placed, size: int) -> np.ndarray:
-    """Return the pixels of a unit of the distance table, where the object is thinnest."""
+    """Return how many pixels a unit of the distance table has, where the object is thinnest."""
     return placed.radius * placed.squeeze * (size / 2)
 
 
 def rim_of(placed: Placed, size: int) -> np.ndarray:
-    """Pixels: a sixth of the radius."""
+    """Return the width of the rim in pixels: a sixth of the radius."""
     return (placed.radius * (size / 2 * 0.16)).astype(np.float32)
 
 
@@ -156,8 +156,10 @@ def _column(values: np.ndarray) -> np.ndarray:
 
 
 def frame(placed: Placed, scale: np.ndarray | float = 1.0, shift: np.ndarray | None = None) -> list[np.ndarray]:
-    """ux, u0, uy, vx, v0, vy of each object, float32: where a pixel at (x, y) lies in its table, of CELLS x CELLS,
-    u = ux x + u0 + uy y and v = vx x + v0 + vy y."""
+    """Return ux, u0, uy, vx, v0, vy of each object, float32: the map from pixels to the cells of its table.
+
+    A pixel at (x, y) is in cell u = ux x + u0 + uy y and v = vx x + v0 + vy y.
+    """
     cells = CELLS / SPAN
     cos, sin = np.cos(placed.angle), np.sin(placed.angle)
     per_u = cells / placed.radius * scale
@@ -169,28 +171,28 @@ def frame(placed: Placed, scale: np.ndarray | float = 1.0, shift: np.ndarray | N
     return [column.astype(np.float32) for column in columns]
 
 
-def _within(frame: list[np.ndarray], x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Table coordinates (u, v) of each pixel, as (b, rows, columns) float32."""
+def _table_coordinates(frame: list[np.ndarray], x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the table coordinates u and v of each pixel, (b, rows, columns) float32."""
     ux, u0, uy, vx, v0, vy = (column[:, None, None] for column in frame)
     return (ux * x + u0) + uy * y, (vx * x + v0) + vy * y
 
 
 def reach(placed: Placed, size: int) -> np.ndarray:
-    """(b,) how far from its center an object may color a pixel; endless where it is hardly larger than one."""
+    """Return how far from its center an object may color a pixel, (b,); infinite if it is hardly larger than one."""
     eighths, which = np.unique(np.ceil(8 * 0.5 / pixels_of(placed, size)), return_inverse=True)  # half a pixel in radii
     radii = np.array([tables.radii_within(count / 8) for count in eighths.tolist()])[which]
     return placed.radius * np.maximum(placed.squeeze, 1.0) * radii + 2 / size
 
 
-def _held(coordinate: np.ndarray) -> np.ndarray:
-    """Whole cells, held at the table's border."""
+def _cells(coordinate: np.ndarray) -> np.ndarray:
+    """Return whole cells, clipped to the table."""
     np.maximum(coordinate, 0, out=coordinate)
     np.minimum(coordinate, CELLS - 1, out=coordinate)
     return coordinate.astype(np.int32)
 
 
 def _coverage(distance: np.ndarray) -> np.ndarray:
-    """The share of a pixel that lies inside an outline at this distance: one pixel of soft edge."""
+    """Return the share of a pixel inside an outline at this distance, with a soft edge of one pixel."""
     cover = 0.5 - distance
     np.maximum(cover, 0, out=cover)
     np.minimum(cover, 1, out=cover)
@@ -207,7 +209,7 @@ _FAR = 99.0  # beyond all pictures and all objects
 
 
 def draw(scenes: Scenes, size: int) -> np.ndarray:
-    """(B, size, size, 3) uint8."""
+    """Draw scenes by the fastest way: (B, size, size, 3) uint8."""
     return draw_compiled(KERNEL.library, scenes, size) if KERNEL.available else draw_plain(scenes, size)
 
 
@@ -220,13 +222,13 @@ def self_test(library: ctypes.CDLL) -> bool:
 def draw_compiled(library: ctypes.CDLL, scenes: Scenes, size: int) -> np.ndarray:
     assert size <= MAX_DRAWN
     layers = [*scenes.pebbles, scenes.object, scenes.companion, *scenes.twigs]
-    arrays = (_scenes(scenes), _placed(joined(layers), size), _texture(scenes, size))
+    arrays = (_scenes(scenes), _placed(join_layers(layers), size), _texture(scenes, size))
     numbers = (len(scenes.ground), len(layers), len(scenes.pebbles), size)
     line, threads = places(size), torch.get_num_threads()
-    room = np.empty((threads, 3, size, size), dtype=np.float32)
+    workspace = np.empty((threads, 3, size, size), dtype=np.float32)
     pictures = np.empty((len(scenes.ground), size, size, 3), dtype=np.uint8)
     grounds = (tables.ground_planes(), len(tables.GROUNDS))
-    rest = (tables.distance_table(), tables.texture_table(), _noise(size), room, pictures)
+    rest = (tables.distance_table(), tables.texture_table(), _noise(size), workspace, pictures)
     call(library.draw, *arrays, *numbers, line, *grounds, *rest, threads=threads)
     return pictures
 
@@ -266,7 +268,7 @@ def _framed(kind: np.dtype, frame: list[np.ndarray]) -> np.ndarray:
 
 @cache
 def _noise(size: int) -> np.ndarray:
-    """The table, and a row more: it goes round."""
+    """Return the noise table followed by its own beginning, so that a row can start anywhere."""
     return np.resize(tables.noise_table(), len(tables.noise_table()) + size)
 
 

@@ -1,16 +1,17 @@
-"""Captions of a source, and texts <-> token numbers by the packages tokenizers or sentencepiece (extra: text).
+"""The captions of a source, and tokenizers of the packages tokenizers or sentencepiece (extra: text).
 
     tokenizer.json     a file of the package tokenizers, for example byte-level BPE
     tokenizer.model    a file of SentencePiece, for example T5's
 
-As in the paper's code a text is put in lower case, ends with an end token that stays when the text is cut, and is
-filled up to its length with end tokens.
+As in the paper's code a text is put in lower case, ends with an end token, also if it is truncated, and is padded with
+end tokens.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,16 +27,16 @@ from softmoe.data.order import order
 from softmoe.data.source import Example, MinSide, Source, fingerprint
 from softmoe.storage.files import first_line
 
-_ENDS = ("</s>", "<|endoftext|>", "<eos>", "<|end|>", "[SEP]")  # by these names, the first that there is
-_LONGEST = 100  # characters a token may stand for on average; what lies beyond cannot count, and is not looked at
+_ENDS = ("</s>", "<|endoftext|>", "<eos>", "<|end|>", "[SEP]")  # names of the end token; the first that exists counts
+_LONGEST = 100  # characters per token beyond which a text is not read, since it would be truncated anyway
 _NOT_TEXT = re.compile("[\x00-\x1f\x7f\ufffd\\s]+")
 
 
 class Tokenizer:
-    """A tokenizer file in use. Pickles as its bytes."""
+    """A tokenizer made from a file. It pickles as the bytes of the file."""
 
     def __init__(self, name: str, data: bytes, lower: bool = True):
-        """`name` ends in .json or .model, which tells the kind."""
+        """Read a tokenizer file, whose kind is the ending of its name: .json or .model."""
         kind = Path(name).suffix
         if kind not in (".json", ".model"):
             raise ValueError(f"a tokenizer file ends in .json (tokenizers) or .model (SentencePiece), not {name!r}")
@@ -55,7 +56,7 @@ class Tokenizer:
         return hashlib.blake2b(self.data + bytes([self.lower]), digest_size=12).hexdigest()
 
     def encode(self, texts: Sequence[str], length: int) -> torch.Tensor:
-        """(texts, length) int64. Cut texts keep their end token; short ones are filled up with it."""
+        """Return token numbers, (texts, length) int64. Truncated texts keep their end token; short ones are padded."""
         if length < 1:
             raise ValueError(f"the length of texts must be at least 1, got {length}")
         rows = torch.full((len(texts), length), self.end, dtype=torch.int64)
@@ -76,14 +77,16 @@ class Tokenizer:
 
 
 def normal_text(text: str) -> str:
-    """Without what is no text (control characters, bytes that were not UTF-8), and with single spaces."""
+    """Replace control characters, invalid UTF-8 and runs of spaces by single spaces."""
     return _NOT_TEXT.sub(" ", text.encode("utf-8", "replace").decode("utf-8")).strip()
 
 
 @contextmanager
 def _reading(name: str) -> Iterator[None]:
-    """Turn what the package tokenizers raises into a ValueError: plain Exception, and for files that it does not check
-    a panic of its Rust code, which is not even an Exception."""
+    """Turn the errors of the package tokenizers into a ValueError.
+
+    It raises plain Exception, and for some broken files a panic of its Rust code, which is not even an Exception.
+    """
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -139,8 +142,10 @@ class _Piece:
 
 
 def train_tokenizer(texts: Iterable[str], size: int, kind: str = ".json", lower: bool = True) -> Tokenizer:
-    """Learn at most `size` tokens: byte-level BPE (.json), or a SentencePiece unigram model (.model). No text is ever
-    unknown to either: what they have not met they spell in bytes."""
+    """Learn at most `size` tokens: byte-level BPE (.json), or a SentencePiece unigram model (.model).
+
+    Both can encode any text, since they spell unknown characters in bytes.
+    """
     if kind not in (".json", ".model"):
         raise ValueError(f"a tokenizer file ends in .json or .model, not {kind!r}")
     if size < 300:
@@ -149,14 +154,8 @@ def train_tokenizer(texts: Iterable[str], size: int, kind: str = ".json", lower:
     first = next(lines, None)
     if first is None:
         raise ValueError("there are no captions to learn tokens from")
-
-    def all_lines() -> Iterator[str]:
-        assert first is not None
-        yield first
-        yield from lines
-
-    data = _train_bpe(all_lines(), size) if kind == ".json" else _train_sentencepiece(all_lines(), size)
-    return Tokenizer(f"tokenizer{kind}", data, lower)
+    train = _train_bpe if kind == ".json" else _train_sentencepiece
+    return Tokenizer(f"tokenizer{kind}", train(itertools.chain([first], lines), size), lower)
 
 
 def _lines(texts: Iterable[str], lower: bool) -> Iterator[str]:
@@ -209,14 +208,14 @@ def _train_sentencepiece(lines: Iterator[str], size: int) -> bytes:
 def _package(name: str) -> Any:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of the wrapper generator some versions were made with
+            warnings.simplefilter("ignore", DeprecationWarning)  # of the wrapper generator of some versions
             return __import__(name)
     except ImportError as error:
         raise ValueError(f"texts need the package {name}: pip install 'softmoe-vit[text]'") from error
 
 
 _AT_ONCE = 1000  # examples whose captions are read together
-_TRIED = 32  # examples looked at before a source is said to have no captions
+_TRIED = 32  # examples that are looked at for captions
 
 
 def captions_of(source: Source, indices: Sequence[int] | np.ndarray) -> list[tuple[str, ...]]:
@@ -234,7 +233,7 @@ def captions_of(source: Source, indices: Sequence[int] | np.ndarray) -> list[tup
 
 
 def usable(captions: Sequence[str]) -> tuple[str, ...]:
-    """Return the captions that say something: not empty, nor only of bytes that are no text."""
+    """Return the captions that have any text."""
     return tuple(caption for caption in captions if normal_text(caption))
 
 
@@ -247,7 +246,7 @@ def some_captions(source: Source, most: int, seed: int = 0) -> Iterator[str]:
 
 
 class Captioned(Source):
-    """A source in which an image without a caption counts as one that cannot be read."""
+    """A source in which an image without a caption counts as unreadable."""
 
     def __init__(self, source: Source, name: str):
         if not any(captions_of(source, range(min(_TRIED, len(source))))):

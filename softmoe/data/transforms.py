@@ -1,7 +1,7 @@
-"""Image -> image of the size the model wants. Every draw comes from the generator that is handed in.
+"""The transforms that bring images to the size of the model. All random draws come from the generator they are given.
 
 The crop is chosen from the stored height and width before decoding (`Transform.plan`), so that a JPEG is decoded no
-larger than the crop needs; it is kept as a share of the image and thus fits whatever size comes out of the decoder.
+larger than the crop needs; it is kept as fractions of the image, which fit whatever size the decoder returns.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _TRIES = 100
 
 @dataclass(frozen=True)
 class TransformConfig:
-    """The settings of what happens to an image before the model sees it.
+    """The settings of a transform.
 
-    In evaluation only the size and `crop` matter, and of the random crops `inception` becomes `central` and `pad_crop`
-    becomes `resize`.
+    In evaluation only the size and `crop` matter; the random crops `inception` and `pad_crop` become `central` and
+    `resize`.
     """
 
     image_size: int | tuple[int, int] = 224  # side, or (height, width)
@@ -73,7 +73,7 @@ class TransformConfig:
 
 @dataclass(frozen=True)
 class Plan:
-    """A crop as shares of the image (top, left, height, width in [0, 1]), and the shorter side that serves it."""
+    """A crop as fractions of the image (top, left, height, width), and the shorter side that decoding must keep."""
 
     box: tuple[float, float, float, float]
     min_side: int
@@ -83,7 +83,7 @@ WHOLE = (0.0, 0.0, 1.0, 1.0)
 
 
 class Transform:
-    """A configured transform: `transform(image, rng)` -> (3, H, W) float32 tensor in [-1, 1]."""
+    """A configured transform: `transform(image, rng)` returns a (3, H, W) float32 tensor in [-1, 1]."""
 
     def __init__(self, config: TransformConfig, train: bool):
         self.config, self.train = config, train
@@ -95,7 +95,7 @@ class Transform:
         return to_tensor(self.apply(image, self.plan(height, width, rng), rng))
 
     def read(self, data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-        """(H, W, 3) uint8 of the wanted size, from an image file held in `data`, decoded no larger than needed."""
+        """Return (H, W, 3) uint8 from the image file in `data`, decoded no larger than needed."""
         rng = np.random.default_rng(0)  # evaluation draws nothing from it
         plans: list[Plan] = []
 
@@ -115,16 +115,16 @@ class Transform:
             box = _central_box(height, width, target_height, target_width, self.config.central_ratio)
         else:
             box = WHOLE
-        # the decoded crop must still have at least as many pixels each way as the result
+        # the decoded crop must have at least as many pixels each way as the result
         scale = max(target_height / (box[2] * height), target_width / (box[3] * width))
         return Plan(box, math.ceil(min(1.0, scale) * min(height, width)))
 
     def apply(self, image: np.ndarray, plan: Plan, rng: np.random.Generator) -> np.ndarray:
-        """(H, W, 3) uint8 of the wanted size, from the image at any resolution."""
+        """Return (H, W, 3) uint8 from an image of any resolution."""
         return self.apply_batch([image], [plan], [rng])[0]
 
     def apply_batch(self, images: list[np.ndarray], plans: list[Plan], rngs: list[np.random.Generator]) -> np.ndarray:
-        """(B, H, W, 3) uint8. Each image has its own generator, so a batch equals its images one by one."""
+        """Return (B, H, W, 3) uint8. Each image has its own generator, so a batch equals its images one by one."""
         sized, mirrored = self.apply_raw(images, plans, rngs)
         if mirrored is not None:
             mirror(sized, mirrored)
@@ -133,7 +133,7 @@ class Transform:
     def apply_raw(
         self, images: list[np.ndarray], plans: list[Plan], rngs: list[np.random.Generator]
     ) -> tuple[np.ndarray, list[bool] | None]:
-        """As `apply_batch`, but which images are to be mirrored is only said, if no RandAugment comes after that."""
+        """Do what `apply_batch` does, but return which images are to be mirrored, unless RandAugment needs it done."""
         sized = np.empty((len(images), *self.config.size, 3), dtype=np.uint8)
         for place, image, plan in zip(sized, images, plans, strict=True):
             place[:] = self._resized(image, plan)
@@ -152,13 +152,13 @@ class Transform:
             pairs = zip(sized, rngs, strict=True)
             sized = np.stack([rand_augment(image, layers, strength, rng) for image, rng in pairs])
         if self.config.erase:
-            for k, (image, rng) in enumerate(zip(sized, rngs, strict=True)):  # as it will be when it is mirrored
-                seen = image[:, ::-1] if mirrored is not None and mirrored[k] else image
-                seen[:] = random_erasing(seen, self.config.erase, rng)
+            for k, (image, rng) in enumerate(zip(sized, rngs, strict=True)):
+                as_mirrored = image[:, ::-1] if mirrored is not None and mirrored[k] else image
+                as_mirrored[:] = random_erasing(as_mirrored, self.config.erase, rng)
         return sized, mirrored
 
     def _small_crops(self, images: np.ndarray, rngs: list[np.random.Generator]) -> np.ndarray:
-        """Pad, crop and flip (B, H, W, 3): a slice of each is all that is done image by image."""
+        """Pad, crop and flip (B, H, W, 3), with one copy per image."""
         draws = np.array([rng.random(3) for rng in rngs])
         pad = self.config.pad
         height, width = self.config.size
@@ -178,16 +178,16 @@ class Transform:
 
 
 def _pixels_of(images: np.ndarray) -> np.ndarray:
-    """(..., H, W) of the same memory, a pixel's three bytes being one thing: mirrored, that is three times as fast."""
+    """Return a (..., H, W) view whose items are pixels of three bytes, which are mirrored three times as fast."""
     return images.view("V3")[..., 0]
 
 
 def inception_crop(
     height: int, width: int, rng: np.random.Generator, min_area: float = 0.05
 ) -> tuple[float, float, float, float]:
-    """A box of `min_area` to all of the image's area and an aspect ratio in 3/4..4/3, as shares of the image.
+    """Draw a box of `min_area` to all of the image's area and an aspect ratio of 3/4 to 4/3, as fractions of the image.
 
-    Area and aspect are drawn evenly and both again until the box fits; if it never does, the whole image.
+    Area and aspect are drawn uniformly until the box fits; if it never does, the box is the whole image.
     """
     for _ in range(_TRIES):
         area = rng.uniform(min_area, 1.0) * height * width
@@ -216,11 +216,11 @@ def resize(
     area: bool = False,
     fast: bool = False,
 ) -> np.ndarray:
-    """Cut `box` out of (h, w, 3) uint8, to the nearest pixel, and bring it to `size` (height, width).
+    """Cut `box` out of (h, w, 3) uint8, to the nearest pixel, and resize it to `size` (height, width).
 
-    `area` averages when shrinking (each pixel counts alike); otherwise bilinear, with or without antialiasing. `fast`
-    takes torch's antialiased kernel, four times as fast as Pillow's and one level off in some pixels: evaluation does
-    without, so that exported models get the same pixels from Pillow alone.
+    `area` averages pixels when shrinking; otherwise it is bilinear, with or without antialiasing. `fast` uses torch's
+    antialiased kernel, four times as fast as Pillow's and one level off in some pixels. Evaluation uses Pillow's, so
+    that exported models can get the same pixels without torch.
     """
     height, width = image.shape[:2]
     if (height, width) == size and box == WHOLE:
@@ -241,7 +241,7 @@ def resize(
 
 
 def _pixels(start: float, share: float, length: int) -> slice:
-    """Return at least one whole pixel of `length`, from a start and a share of it."""
+    """Return the whole pixels, at least one, of a start and a share of `length`."""
     first = min(round(start * length), length - 1)
     return slice(first, max(first + 1, min(round((start + share) * length), length)))
 
@@ -251,7 +251,7 @@ def _filtered(image: np.ndarray, size: tuple[int, int], resampling: Image.Resamp
 
 
 def _sampled(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Bilinear at pixel centers, four neighbors each and no averaging, cut off to whole numbers."""
+    """Sample bilinearly at pixel centers, without averaging, rounded down to whole numbers."""
 
     def neighbors(count: int, length: int):
         place = np.clip((np.arange(count) + 0.5) * length / count - 0.5, 0, length - 1)
@@ -267,14 +267,14 @@ def _sampled(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
 
 def mirror(images: np.ndarray, chosen: list[bool]) -> None:
-    """Exchange left and right of some of (B, H, W, 3), in place."""
+    """Mirror the chosen images of (B, H, W, 3) left to right, in place."""
     pixels = _pixels_of(images)
     rows = np.flatnonzero(chosen)
     pixels[rows] = pixels[rows, :, ::-1]
 
 
 def to_tensor(images: np.ndarray) -> torch.Tensor:
-    """(..., H, W, 3) uint8 -> (..., 3, H, W) float32 in [-1, 1]."""
+    """Convert (..., H, W, 3) uint8 to (..., 3, H, W) float32 in [-1, 1]."""
     import torch
 
     planes = np.empty((*images.shape[:-3], 3, *images.shape[-3:-1]), dtype=np.float32)
