@@ -1,4 +1,4 @@
-"""Other people's weights -> ours, and back."""
+"""Turn the weights of other libraries into models of ours, and back."""
 
 from softmoe.convert.foreign import read_model
 from softmoe.convert.timm import from_timm, to_timm

@@ -1,8 +1,8 @@
-"""Other people's models from their files, folders and Hub ids: what is written beside the weights is read.
+"""Read models of other libraries from files, folders and Hub ids, with the settings stored beside the weights.
 
     open_foreign("dinov2-base")                                  a folder as on the Hub: config.json and safetensors
     open_foreign("timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k")
-    open_foreign("vit.safetensors?mean=0.5&std=0.5&heads=3")     a file alone, with what it does not tell
+    open_foreign("vit.safetensors?mean=0.5&std=0.5&heads=3")     a file alone, with the settings it lacks
 
 timm's config.json (pretrained_cfg), Hugging Face's with preprocessor_config.json, and open_clip_config.json tell heads,
 activation, image size, pooling, and the mean and std of the pixels. Nothing pickled is opened.
@@ -44,7 +44,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {  # what Hugging Face's config.json leav
 
 @dataclass(frozen=True)
 class Foreign:
-    """A model of somebody else's as ours, and how its images are made."""
+    """A model of another library turned into ours, and how its images are made."""
 
     model: VisionTransformer
     preprocessing: Preprocessing
@@ -52,10 +52,10 @@ class Foreign:
 
 
 def open_foreign(where: str | Path, **options: Any) -> Foreign | None:
-    """The model in a file, a folder or on the Hub; None if it is not somebody else's but one of ours.
+    """Read the model in a file, a folder or on the Hub; None if it is saved by softmoe itself.
 
-    `options` are arguments of `from_timm` (heads, activation, image_size, mean, std, pool, norm_eps): they come before
-    what is written beside the weights.
+    `options` are arguments of `from_timm` (heads, activation, image_size, mean, std, pool, norm_eps): they take
+    precedence over the settings beside the weights.
     """
     address, more = split_options(str(where))
     options = more | options
@@ -65,8 +65,8 @@ def open_foreign(where: str | Path, **options: Any) -> Foreign | None:
             raise ValueError(f"{', '.join(options)} can be given for files of others' weights only, not for {address}")
         return None
     folder = place if place.is_dir() else place.parent
-    beside = place.is_dir() or place.name.startswith(("model", "open_clip"))
-    told, files = read_told(folder) if beside else ({}, [])
+    has_settings = place.is_dir() or place.name.startswith(("model", "open_clip"))
+    told, files = read_settings(folder) if has_settings else ({}, [])
     tensors: dict[str, Any] = {}
     for file in files if place.is_dir() else [place]:
         tensors |= read_tensors(file)
@@ -90,7 +90,7 @@ def open_foreign(where: str | Path, **options: Any) -> Foreign | None:
 
 
 def convert(tensors: Mapping[str, Any], settings: dict[str, Any], asked: Mapping[str, Any]) -> VisionTransformer:
-    """Tell by the names which reader it is for: the original ViT and big_vision have theirs with slashes."""
+    """Choose the reader by the tensors' names: those of the original ViT and of big_vision have slashes."""
     if not any("/" in name for name in tensors):
         return from_timm(tensors, **settings)
     if set(asked) - {"image_size"}:
@@ -104,17 +104,19 @@ def split_options(where: str) -> tuple[str, dict[str, Any]]:
     options: dict[str, Any] = {}
     for part in filter(None, query.split("&")):
         key, equals, value = part.partition("=")
-        if key not in _READ or not equals:
-            raise ValueError(f"{part!r} in {where!r} is not an option: write KEY=VALUE with {', '.join(_READ)}")
+        if key not in _OPTION_PARSERS or not equals:
+            raise ValueError(
+                f"{part!r} in {where!r} is not an option: write KEY=VALUE with {', '.join(_OPTION_PARSERS)}"
+            )
         try:
-            options[key] = _READ[key](value)
+            options[key] = _OPTION_PARSERS[key](value)
         except ValueError as error:
             raise ValueError(f"the option {key} in {where!r} cannot be {value!r}") from error
     return address, options
 
 
 def with_options(where: str, options: Mapping[str, Any]) -> str:
-    """The inverse of `split_options`, for options that are not None."""
+    """Write options behind an address, as `split_options` reads them; those that are None are left out."""
     query = "&".join(f"{key}={value}" for key, value in options.items() if value is not None)
     return where + (f"{'&' if '?' in where else '?'}{query}" if query else "")
 
@@ -129,7 +131,7 @@ def _size(text: str) -> int | tuple[int, int]:
     return sides[0] if len(sides) == 1 else (sides[0], sides[1])
 
 
-_READ: dict[str, Any] = {
+_OPTION_PARSERS: dict[str, Any] = {
     "mean": _numbers,
     "std": _numbers,
     "heads": int,
@@ -141,7 +143,7 @@ _READ: dict[str, Any] = {
 
 
 def locate(address: str) -> Path | None:
-    """The file or folder of somebody else's weights; None for what `from_pretrained` opens."""
+    """Find the file or folder of another library's weights; None for a model that `from_pretrained` opens."""
     path = Path(address).expanduser()
     if path.is_dir():
         return path if is_foreign(path) else None
@@ -175,8 +177,8 @@ def is_foreign(folder: Path) -> bool:
     )
 
 
-def read_told(folder: Path) -> tuple[dict[str, Any], list[Path]]:
-    """What the folder's config tells of the model, as arguments of `from_timm`, and the files of its weights."""
+def read_settings(folder: Path) -> tuple[dict[str, Any], list[Path]]:
+    """Read the folder's config as arguments of `from_timm`, and find the files of its weights."""
     plain = folder / "model.safetensors"
     open_clip = folder / "open_clip_config.json"
     path = open_clip if open_clip.is_file() and not plain.is_file() else folder / "config.json"
@@ -214,7 +216,7 @@ def from_timm_config(config: dict[str, Any]) -> dict[str, Any]:
         told["heads"] = arguments.get("num_heads", 16)
     told["central_ratio"] = max(1.0, 1.0 / p.get("crop_pct", 0.875))
     told["crop"] = "resize" if p.get("crop_mode") == "squash" else "central"
-    told["classes"] = names_of(config.get("label_names") or p.get("label_names"))
+    told["classes"] = class_names(config.get("label_names") or p.get("label_names"))
     return told
 
 
@@ -235,7 +237,7 @@ def from_hugging_face(config: dict[str, Any], folder: Path) -> dict[str, Any]:
         "activation": _ACTIVATIONS[activation],
         "norm_eps": vision["layer_norm_eps"],
         "image_size": pair(vision["image_size"]),
-        "classes": names_of(config.get("id2label")),
+        "classes": class_names(config.get("id2label")),
     }
     path = folder / "preprocessor_config.json"
     if path.is_file():
@@ -253,6 +255,7 @@ def from_hugging_face(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def from_open_clip(config: dict[str, Any]) -> dict[str, Any]:
+    """Read open_clip_config.json."""
     model, pixels = config["model_cfg"], config.get("preprocess_cfg") or {}
     vision = model["vision_cfg"]
     told: dict[str, Any] = {"image_size": pair(vision.get("image_size", 224)), "central_ratio": 1.0}
@@ -265,8 +268,8 @@ def from_open_clip(config: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
-def names_of(values: Any) -> tuple[str, ...] | None:
-    """Class names from a list or a table by number; made-up ones (LABEL_0) are none."""
+def class_names(values: Any) -> tuple[str, ...] | None:
+    """Read class names from a list or a table by number; None for made-up ones (LABEL_0)."""
     if isinstance(values, dict):
         values = [values[str(index)] for index in range(len(values)) if str(index) in values]
     if not isinstance(values, list) or not values or str(values[0]).startswith("LABEL_"):
@@ -275,7 +278,7 @@ def names_of(values: Any) -> tuple[str, ...] | None:
 
 
 def pair(size: Any) -> tuple[int, int]:
-    """Height and width, from one number, two, or a table."""
+    """Read height and width from one number, two, or a table."""
     if isinstance(size, dict):
         return int(size["height"]), int(size["width"])
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
@@ -287,15 +290,18 @@ _ROUTING = ("router", "num_experts", "slots_per_expert", "normalize", "keep_mlp"
 
 
 def read_model(where: str | Path, *, device: str | torch.device = "cpu", **options: Any) -> VisionTransformer:
-    """Ours by `from_pretrained`; others' files, folders and Hub ids by `open_foreign`, which takes the `options`."""
+    """Read a model of ours by `from_pretrained`, or one of another library by `open_foreign` with its `options`."""
     found = open_foreign(where, **options)
     return from_pretrained(where, device) if found is None else found.model.to(device)
 
 
 @torch.no_grad()
 def starting_weights(model: VisionTransformer, weights: str | Path, *, new_head: bool = True) -> dict[str, Tensor]:
-    """The state of `model` with the weights of a saved one, whose positions are resampled to the model's grid. Both
-    must be of the same shape but for image size and classes. Experts beside the MLPs of a dense model start anew."""
+    """Return the state of `model` with the weights of a saved one, its positions resampled to the model's grid.
+
+    Both must have the same architecture but for image size and classes. Experts beside the MLPs of a dense model keep
+    their fresh weights.
+    """
     source = read_model(weights)
     check_same_function(source.config, model.config, str(weights))
     state = model.state_dict() | inherited(model, source)
@@ -310,7 +316,7 @@ def starting_weights(model: VisionTransformer, weights: str | Path, *, new_head:
 
 
 def check_same_function(old: ViTConfig, new: ViTConfig, name: str) -> None:
-    """ValueError that names every difference."""
+    """Raise a ValueError that names every difference between two architectures, if there is one."""
     if old.moe is None and new.moe is not None and new.moe.keep_mlp:
         new = replace(new, moe=None)
     before, after = weight_facts(old), weight_facts(new)
@@ -322,7 +328,7 @@ def check_same_function(old: ViTConfig, new: ViTConfig, name: str) -> None:
 
 
 def weight_facts(config: ViTConfig) -> dict[str, Any]:
-    """The settings that the names and shapes of the weights, and their meaning, depend on."""
+    """Return the settings on which the names, shapes and meaning of the weights depend."""
     facts = {key: getattr(config, key) for key in (*_FUNCTION, *_PARTS)}
     if config.moe is not None:
         facts |= {key: value for key, value in config.moe.to_dict().items() if key in _ROUTING}

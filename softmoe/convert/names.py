@@ -1,4 +1,4 @@
-"""The names that PyTorch libraries give the tensors of a vision transformer -> timm's names.
+"""Rename the tensors of a vision transformer from the names of other PyTorch libraries to timm's.
 
 Understood are timm's own (also as published by DINOv2, DeiT and MAE), Hugging Face's ViT, DINOv2, CLIP and SigLIP, on
 disk and in memory, open_clip's and torchvision's; of models with a text tower the image tower is taken.
@@ -57,7 +57,7 @@ _RENAMES = (
 
 
 def rename_to_timm(source: Tensors) -> Tensors:
-    """The image tower under timm's names, with query, key and value in one matrix. ValueError if there is none."""
+    """Return the image tower under timm's names, query, key and value in one matrix. ValueError if there is none."""
     prefix = tower_prefix(source)
     named = {
         new: source[old] for old, new in _BESIDE.items() if old in source and not (prefix and old.startswith(prefix))
@@ -68,16 +68,16 @@ def rename_to_timm(source: Tensors) -> Tensors:
             for pattern, replacement in _RENAMES:
                 inner = re.sub(pattern, replacement, inner)
             named[inner] = value
-    for name in ("cls_token", "pos_embed"):  # stored without leading axes by some
+    for name in ("cls_token", "pos_embed"):  # some libraries store them without leading axes
         if name in named:
             named[name] = named[name].reshape(1, -1, named[name].shape[-1])
-    if "proj" in named:  # open_clip's, from the left
+    if "proj" in named:  # open_clip's, which is multiplied from the other side
         named["head.weight"] = named.pop("proj").transpose(0, -1)
-    return pack(named)
+    return pack_qkv(named)
 
 
 def tower_prefix(source: Tensors) -> str:
-    """What stands before every name of the image tower: nothing, `vit.`, `vision_model.`, `visual.trunk.`, ..."""
+    """Find the prefix of every name of the image tower: nothing, `vit.`, `vision_model.`, `visual.trunk.`, ..."""
     for ending in _PATCHES:
         for name, value in source.items():
             if (name == ending or name.endswith(f".{ending}")) and value.ndim == 4:
@@ -88,8 +88,8 @@ def tower_prefix(source: Tensors) -> str:
     )
 
 
-def pack(named: Tensors) -> Tensors:
-    """Query, key and value as one matrix where they are three; a bias that only some of them have is zero elsewhere."""
+def pack_qkv(named: Tensors) -> Tensors:
+    """Join query, key and value in one matrix where they are three; a bias that one of them lacks is zero."""
     packed = {name: value for name, value in named.items() if not re.search(r"^blocks\.\d+\.attn\.[qkv]\.", name)}
     for name, query in named.items():
         if match := re.fullmatch(r"(blocks\.\d+\.attn)\.q\.weight", name):

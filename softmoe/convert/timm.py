@@ -1,4 +1,4 @@
-"""Dense vision transformers of other PyTorch libraries -> ours, and back under timm's names; none of them is needed.
+"""Read dense vision transformers of other PyTorch libraries, and write ours under timm's names; no library is needed.
 
     imagenet = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
     model = from_timm("dinov2_vits14.safetensors", **imagenet)             sizes are read from the tensors
@@ -31,10 +31,10 @@ from softmoe.models import VisionTransformer, ViTConfig
 from softmoe.models.embed import SinCosPositions
 
 HEAD_WIDTH = 64  # of nearly all vision transformers; packed weights do not tell it
-HEADS = {1152: 16, 1280: 16, 1408: 16, 1664: 16, 1792: 16}  # the others: so400m, H, g, G and E of all libraries
+HEADS = {1152: 16, 1280: 16, 1408: 16, 1664: 16, 1792: 16}  # the exceptions: so400m, H, g, G and E of all libraries
 CLIP_EPS = 1e-5
-LISTED = 12  # faults in one message
-_RENAMES = (
+MAX_LISTED = 12  # faults in one message
+_FROM_TIMM = (
     (r"^patch_embed\.", "embed."),
     (r"^cls_token$", "class_token"),
     (r"^reg_token$", "registers"),
@@ -53,7 +53,7 @@ _RENAMES = (
     (r"^attn_pool\.proj\.", "pool.attention.out."),
     (r"^attn_pool\.(norm|mlp)\.", r"pool.\1."),
 )
-_BACK = (
+_TO_TIMM = (
     (r"^encoder\.norm\.", "norm."),
     (r"^encoder\.blocks\.", "blocks."),
     (r"^embed\.", "patch_embed."),
@@ -71,7 +71,7 @@ _BACK = (
     (r"\.attention\.out\.", ".attn.proj."),
     (r"\.attention\.", ".attn."),
 )
-_WHY_NOT = {
+_UNSUPPORTED = {
     r"^dist_token$": "a distillation token",
     r"^patch_embed\.backbone\.": "a convolutional network below",
     r"\.mlp\.(w12|weights_in|gate_proj|fc1_g)\.": "gated MLPs (SwiGLU)",
@@ -90,7 +90,7 @@ def from_timm(
     pool: str | None = None,
     norm_eps: float | None = None,
 ) -> VisionTransformer:
-    """The model that `tensors` (name -> tensor or array, or the path of a .safetensors or .npz) describe.
+    """Build the model that `tensors` (name -> tensor or array, or the path of a .safetensors or .npz) describe.
 
     The names may be timm's, Hugging Face's, open_clip's or torchvision's. `mean` and `std` are those of the pixels in
     [0, 1] that the model was trained with; nothing in the tensors tells them, so they must be given. `heads` defaults
@@ -113,7 +113,7 @@ def from_timm(
     clip = "norm_pre.weight" in source
     if clip and activation is None:
         raise ValueError("CLIP models have gelu or, OpenAI's, quick_gelu, which tensors do not tell: give activation")
-    state = rename(pack_pool(with_biases(source)), _RENAMES)
+    state = rename(pack_pool(with_biases(source)), _FROM_TIMM)
     defaults = {"activation": activation or "gelu", "norm_eps": norm_eps or (CLIP_EPS if clip else 1e-6)}
     config = place_prefix(state, infer_config(state, heads, pool), image_size, defaults)
     drop_empty_norm_biases(state)
@@ -126,7 +126,7 @@ def from_timm(
 
 @torch.no_grad()
 def to_timm(model: VisionTransformer) -> tuple[Tensors, dict[str, Any]]:
-    """A dense model's tensors under timm's names, and the arguments of timm's VisionTransformer that takes them.
+    """Return a dense model's tensors under timm's names, and arguments of timm's VisionTransformer that takes them.
 
     Images are in [-1, 1]: mean and std are 0.5. ValueError for a model with experts, which timm does not have.
     """
@@ -135,7 +135,7 @@ def to_timm(model: VisionTransformer) -> tuple[Tensors, dict[str, Any]]:
         raise ValueError("timm's vision transformer has no experts: only dense models can be written under its names")
     if c.representation_size:
         raise ValueError("timm's vision transformer has no tanh layer before the head")
-    state = rename(dict(model.state_dict()), _BACK)
+    state = rename(dict(model.state_dict()), _TO_TIMM)
     if isinstance(model.positions, SinCosPositions):
         state["pos_embed"] = model.positions.table
     if c.pre_norm and "pos_embed" in state:  # such models have no bias of the patches in timm; positions can hold it
@@ -180,7 +180,8 @@ def read_tensors(path: str | PathLike[str]) -> Mapping[str, Any]:
 
 
 def refuse_unknown(source: Tensors) -> None:
-    for pattern, what in _WHY_NOT.items():
+    """Raise a ValueError for a model with parts that our vision transformer does not have."""
+    for pattern, what in _UNSUPPORTED.items():
         if found := [name for name in source if re.search(pattern, name)]:
             raise ValueError(
                 f"this model has {what} ({found[0]}), which our vision transformer does not have; {IN_PLACE}"
@@ -200,7 +201,7 @@ def refuse_unknown(source: Tensors) -> None:
 
 
 def with_biases(source: Tensors) -> Tensors:
-    """Add zeros where a linear has no bias in any block. ValueError if some blocks have it: then it was lost."""
+    """Add zeros where a linear layer has no bias in any block. ValueError if some blocks have it: then it was lost."""
     full = dict(source)
     kinds = {re.sub(r"\.\d+\.", ".*.", name) for name in source}
     for name, weight in source.items():
@@ -213,7 +214,7 @@ def with_biases(source: Tensors) -> Tensors:
 
 
 def pack_pool(source: Tensors) -> Tensors:
-    """The pool's query, and its key with value, as one matrix."""
+    """Join the pool's query, and its key with value, in one matrix."""
     if "attn_pool.q.weight" not in source:
         return source
     packed = {name: value for name, value in source.items() if not re.match(r"attn_pool\.(q|kv)\.", name)}
@@ -233,7 +234,7 @@ def rename(source: Tensors, table: Sequence[tuple[str, Any]]) -> Tensors:
 
 
 def infer_config(state: Tensors, heads: int | None, pool: str | None) -> dict[str, Any]:
-    """The settings that the shapes tell, but for what depends on the tokens before the cells."""
+    """Read settings from the shapes, but for those that depend on the tokens before the patches."""
     weight, first = state["embed.proj.weight"], "encoder.blocks.0"
     width = weight.shape[0]
     norm = state.get(f"{first}.attention.query_norm.weight")
@@ -266,7 +267,7 @@ def infer_config(state: Tensors, heads: int | None, pool: str | None) -> dict[st
 def place_prefix(
     state: Tensors, told: dict[str, Any], image_size: int | tuple[int, int] | None, defaults: dict[str, Any]
 ) -> ViTConfig:
-    """Make a class token that is not pooled a register, and give every token before the cells a row of positions."""
+    """Make a class token that is not pooled a register, and give every token before the patches a row of positions."""
     if told["pool"] != "class" and "class_token" in state:
         parts = [state.pop("class_token"), *([state["registers"]] if "registers" in state else [])]
         state["registers"], first = torch.cat(parts, dim=1), 1
@@ -276,20 +277,20 @@ def place_prefix(
     prefix = registers + int("class_token" in state)
     table = state["positions.table"]
     size, rows = size_of_positions(table.shape[1], told["patch_size"], image_size, (0, first, prefix))
-    nothing = table.new_zeros(1, prefix - rows, table.shape[2])  # those without a position are behind those with one
+    nothing = table.new_zeros(1, prefix - rows, table.shape[2])  # tokens without a position follow those with one
     state["positions.table"] = torch.cat([table[:, :rows], nothing, table[:, rows:]], dim=1)
     return ViTConfig(image_size=size, registers=registers, **told, **defaults)
 
 
 def drop_empty_norm_biases(state: Tensors) -> None:
-    """timm's norms of queries and keys have a bias, ours do not; one that is zero is not missed."""
+    """Drop the biases of timm's norms of queries and keys, which ours lack. ValueError if one is not zero."""
     for name in [name for name in state if re.search(r"\.(query|key)_norm\.bias$", name)]:
         if state.pop(name).any():
             raise ValueError(f"{name} is not zero, and our norms of queries and keys have no bias")
 
 
 def fold_pixels(state: Tensors, mean: float | Sequence[float], std: float | Sequence[float]) -> None:
-    """Patches of (pixel - mean) / std, from images in [-1, 1]: pixel = (image + 1) / 2."""
+    """Fold (pixel - mean) / std into the patch embedding, which sees images in [-1, 1]: pixel = (image + 1) / 2."""
     weight = state["embed.proj.weight"]
     mean_3, std_3 = (torch.as_tensor(value, dtype=torch.float64).expand(3) for value in (mean, std))
     if bool((std_3 <= 0).any()):
@@ -303,7 +304,7 @@ def fold_pixels(state: Tensors, mean: float | Sequence[float], std: float | Sequ
 
 
 def load_strictly(model: VisionTransformer, state: Tensors) -> None:
-    """Copy into `model`; one ValueError lists all that is missing, too much or of another shape."""
+    """Copy the tensors into `model`. One ValueError lists all that are missing, unexpected or of another shape."""
     targets = model.state_dict()
     faults = [f"missing {name}" for name in targets if name not in state]
     faults += [f"unexpected {name}" for name in state if name not in targets]
@@ -315,7 +316,7 @@ def load_strictly(model: VisionTransformer, state: Tensors) -> None:
     faults += [f"{name} is of type {value.dtype}" for name, value in state.items() if not value.is_floating_point()]
     faults += [f"{name} is not finite" for name, value in state.items() if not bool(value.isfinite().all())]
     if faults:
-        listed = "; ".join(faults[:LISTED]) + ("; ..." if len(faults) > LISTED else "")
+        listed = "; ".join(faults[:MAX_LISTED]) + ("; ..." if len(faults) > MAX_LISTED else "")
         raise ValueError(
             f"{len(faults)} tensors do not fit the vision transformer: {listed}. If they are of another kind of model, "
             f"{IN_PLACE}"

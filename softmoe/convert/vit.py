@@ -1,4 +1,4 @@
-"""Dense vision transformers under the names of the original JAX code (ViT, AugReg) and of big_vision.
+"""Read dense vision transformers under the names of the original JAX code (ViT, AugReg) and of big_vision.
 
     model = from_vit("S_16-i21k-300ep.npz")          sizes are read from the arrays
 
@@ -24,7 +24,10 @@ Arrays = dict[str, np.ndarray]
 PREFIXES = ("opt/target/", "params/img/", "params/")  # pre-linen optimizers, image towers, plain checkpoints
 POSITIONS = "Encoder/posembed_input/pos_embedding"
 _RENAMES = (
-    (r"^(probe$|MultiHeadDotProductAttention_0/|LayerNorm_0/|MlpBlock_0/)", r"MAPHead_0/\1"),  # heads once lay bare
+    (
+        r"^(probe$|MultiHeadDotProductAttention_0/|LayerNorm_0/|MlpBlock_0/)",
+        r"MAPHead_0/\1",
+    ),  # early files have the head's parts at the top
     (r"^MAPHead_0/(MultiHeadDotProductAttention|LayerNorm)_0/", r"MapHead/\1/"),
     (r"^MAPHead_0/MlpBlock_0/", "MapHead/Mlp/"),
     (r"^MAPHead_0/", "MapHead/"),
@@ -39,7 +42,7 @@ _RENAMES = (
 def from_vit(
     arrays: Mapping[str, Any] | str | PathLike[str], *, image_size: int | tuple[int, int] | None = None
 ) -> VisionTransformer:
-    """The model that `arrays` (name -> array, or the path of an .npz) describe, with their values.
+    """Build the model that `arrays` (name -> array, or the path of an .npz) describe, with their values.
 
     `image_size` (pixels, or height and width) is needed where the grid of positions is not square, and for models
     with fixed sine positions, which store none; those are taken for 224 pixels otherwise.
@@ -59,7 +62,7 @@ def from_vit(
 
 
 def without_prefix(arrays: Arrays) -> Arrays:
-    """The part of a checkpoint that is the model; optimizer state and text towers stay behind."""
+    """Return the part of a checkpoint that is the model, without optimizer state and text towers."""
     for prefix in PREFIXES:
         if f"{prefix}embedding/kernel" in arrays:
             return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
@@ -67,6 +70,7 @@ def without_prefix(arrays: Arrays) -> Arrays:
 
 
 def rename(arrays: Arrays) -> Arrays:
+    """Return the arrays under the names of the paper's code."""
     if "conv_root/kernel" in arrays:
         raise ValueError("these arrays are of a hybrid model with a ResNet below the transformer, which we do not have")
     named: Arrays = {}
@@ -78,7 +82,7 @@ def rename(arrays: Arrays) -> Arrays:
 
 
 def unstack(arrays: Arrays) -> Arrays:
-    """big_vision may run its blocks in a scan: one array for all blocks, the depth in front."""
+    """Split arrays that hold all blocks, the depth in front: big_vision may run its blocks in a scan."""
     scanned = "Transformer/encoderblock/"
     flat = {name: array for name, array in arrays.items() if not name.startswith(scanned)}
     for name, array in arrays.items():
@@ -89,7 +93,7 @@ def unstack(arrays: Arrays) -> Arrays:
 
 
 def infer_config(arrays: Arrays, image_size: int | tuple[int, int] | None) -> ViTConfig:
-    """The settings that the shapes of renamed arrays tell."""
+    """Read the settings from the shapes of renamed arrays."""
     first = "Encoder/encoderblock_0"
     needed = ("embedding/kernel", f"{first}/SelfAttention/query/kernel", f"{first}/Mlp/Dense_0/kernel")
     missing = [name for name in needed if name not in arrays]
@@ -130,8 +134,10 @@ def square_patch(sides: tuple[int, ...]) -> int:
 def size_of_positions(
     rows: int, patch: int, image_size: int | tuple[int, int] | None, prefixes: Iterable[int]
 ) -> tuple[int | tuple[int, int], int]:
-    """Image size behind a table of `rows` positions, and how many of them are of tokens before the cells: one of
-    `prefixes`, for a table may or may not hold rows for class token and registers."""
+    """Return the image size of a table of `rows` positions, and how many rows are of tokens before the patches.
+
+    That number is one of `prefixes`: a table may or may not hold rows for class token and registers.
+    """
     cells_of = {rows - prefix: prefix for prefix in prefixes}
     if image_size is not None:
         height, width = (image_size, image_size) if isinstance(image_size, int) else image_size

@@ -1,4 +1,4 @@
-"""Weights under the names and shapes of the paper's JAX code (google-research/vmoe).
+"""Read and write weights under the names and shapes of the paper's JAX code (google-research/vmoe).
 
     from_vmoe("weights.npz", model)        their arrays into our model, in place
     np.savez("weights.npz", **to_vmoe(model))
@@ -35,7 +35,7 @@ from softmoe.moe.sparse import SparseRouter
 from softmoe.storage.files import first_line
 
 PREFIX = "params/"
-_SPARE_BYTES, _RATIO = 100_000_000, 20
+_SPARE_BYTES, _MAX_RATIO = 100_000_000, 20  # what an .npz may unpack to: so much, and so many times its size
 
 
 def from_vmoe(arrays: Mapping[str, Any] | str | PathLike[str], module: nn.Module) -> None:
@@ -68,7 +68,7 @@ def from_vmoe(arrays: Mapping[str, Any] | str | PathLike[str], module: nn.Module
 
 
 def to_vmoe(module: nn.Module, *, grad: bool = False) -> dict[str, np.ndarray]:
-    """The exact inverse: name -> new array. With `grad`, the gradients under the same names instead of the values.
+    """Return name -> new array, the exact inverse of `from_vmoe`; with `grad` the gradients instead of the values.
 
     numpy has no bfloat16: such parameters are returned as float32, which holds them exactly.
     """
@@ -86,8 +86,11 @@ def gradient(parameter: Tensor) -> Tensor:
 
 
 def read_npz(path: str | PathLike[str]) -> dict[str, np.ndarray]:
-    """The named arrays of an .npz file. What they take in memory is known from the headers before anything is
-    unpacked, and may be `_SPARE_BYTES` and `_RATIO` times the file's size: weights hardly compress."""
+    """Read the named arrays of an .npz file.
+
+    What they take in memory is checked before anything is unpacked: weights hardly compress, so a file that unpacks to
+    many times its size is refused.
+    """
     with open(path, "rb") as stream:
         if stream.read(6) == b"\x93NUMPY":
             raise ValueError(f"{path} holds one array, expected an .npz file of named arrays")
@@ -95,8 +98,8 @@ def read_npz(path: str | PathLike[str]) -> dict[str, np.ndarray]:
         try:
             with ZipFile(stream) as archive:
                 members = archive.infolist()
-                if sum(member.file_size for member in members) > _SPARE_BYTES + _RATIO * size:
-                    raise _Damaged(f"it unpacks to more than {_RATIO} times its {size} bytes")
+                if sum(member.file_size for member in members) > _SPARE_BYTES + _MAX_RATIO * size:
+                    raise _Damaged(f"it unpacks to more than {_MAX_RATIO} times its {size} bytes")
                 arrays = {member.filename.removesuffix(".npy"): read_array(archive, member) for member in members}
         except _Damaged as error:
             raise ValueError(f"{path} is not an .npz file of plain arrays: {error}") from error
@@ -110,12 +113,11 @@ def read_npz(path: str | PathLike[str]) -> dict[str, np.ndarray]:
 
 
 class _Damaged(Exception):
-    """A reason in our own words."""
+    """A file that no .npz writer makes; the message says why."""
 
 
 def read_array(archive: ZipFile, member: ZipInfo) -> np.ndarray:
-    """One array. Its header must fit the bytes that follow: numpy would allocate whatever it says, and allows
-    pickles on demand."""
+    """Read one array, whose header must fit the bytes that follow: numpy itself would allocate whatever it says."""
     if member.compress_type not in (ZIP_STORED, ZIP_DEFLATED) or member.flag_bits & 1:
         raise _Damaged(f"{member.filename!r} is compressed or encrypted as numpy never does it")
     with archive.open(member) as file:
@@ -139,7 +141,7 @@ def without_prefix(arrays: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def is_bfloat16(array: np.ndarray) -> bool:
-    """Both the dtype that JAX adds to numpy and the two bytes that are left of it in a file have kind "V"."""
+    """Tell if the numbers are bfloat16: JAX's own dtype, and the two bytes left of it in a file, have kind "V"."""
     return array.dtype.kind == "V" and array.dtype.itemsize == 2 and array.dtype.fields is None
 
 
@@ -155,12 +157,15 @@ def as_array(tensor: Tensor) -> np.ndarray:
     return np.array(tensor.cpu().numpy(), order="C")
 
 
-Read = Callable[[Tensor], Tensor]  # what to look at: the values or the gradients
+Read = Callable[[Tensor], Tensor]  # a parameter -> its values or its gradient
 Views = dict[str, Tensor]
 
 
 def reference_views(module: nn.Module, read: Read) -> Views:
-    """Name in the reference -> view, for a VisionTransformer or one MoE layer; `read` must return a tensor as it is."""
+    """Return reference name -> view of our parameter, for a VisionTransformer or one MoE layer.
+
+    `read` is applied to each parameter and must not copy it.
+    """
     if isinstance(module, VisionTransformer):
         views = vit_views(module, read)
     elif isinstance(module, MoE):
@@ -184,39 +189,39 @@ def vit_views(model: VisionTransformer, read: Read) -> Views:
     if isinstance(model.positions, LearnedPositions):
         views["Encoder/posembed_input/pos_embedding"] = read(model.positions.table)
     for index, block in enumerate(model.encoder.blocks):
-        views |= under(f"Encoder/encoderblock_{index}", block_views(block, read))
+        views |= nested(f"Encoder/encoderblock_{index}", block_views(block, read))
     assert isinstance(model.encoder.norm, nn.LayerNorm)
-    views |= under("Encoder/encoder_norm", norm_views(model.encoder.norm, read))
+    views |= nested("Encoder/encoder_norm", norm_views(model.encoder.norm, read))
     if isinstance(model.pool, AttentionPool):
-        views |= under("MapHead", map_head_views(model.pool, read))
+        views |= nested("MapHead", map_head_views(model.pool, read))
     for name in ("pre_logits", "head"):
         layer = getattr(model, name)
         if isinstance(layer, nn.Linear):
-            views |= under(name, linear_views(layer, read))
+            views |= nested(name, linear_views(layer, read))
     return views
 
 
 def block_views(block: nn.Module, read: Read) -> Views:
     assert isinstance(block, Block)
     assert isinstance(block.attention, Attention)
-    views = under("LayerNorm_0", norm_views(block.norm1, read))
-    views |= under("SelfAttention", attention_views(block.attention, read))
-    views |= under("LayerNorm_1", norm_views(block.norm2, read))
+    views = nested("LayerNorm_0", norm_views(block.norm1, read))
+    views |= nested("SelfAttention", attention_views(block.attention, read))
+    views |= nested("LayerNorm_1", norm_views(block.norm2, read))
     if isinstance(block.mlp, MoE):
-        return views | under("Moe", moe_views(block.mlp, read))
+        return views | nested("Moe", moe_views(block.mlp, read))
     assert isinstance(block.mlp, MLP)
-    return views | under("Mlp", mlp_views(block.mlp, read))
+    return views | nested("Mlp", mlp_views(block.mlp, read))
 
 
 def map_head_views(pool: AttentionPool, read: Read) -> Views:
     views = {"probe": read(pool.probe)}
-    views |= under("MultiHeadDotProductAttention", attention_views(pool.attention, read))
-    views |= under("LayerNorm", norm_views(pool.norm, read))
-    return views | under("Mlp", mlp_views(pool.mlp, read))
+    views |= nested("MultiHeadDotProductAttention", attention_views(pool.attention, read))
+    views |= nested("LayerNorm", norm_views(pool.norm, read))
+    return views | nested("Mlp", mlp_views(pool.mlp, read))
 
 
 def attention_views(attention: Attention, read: Read) -> Views:
-    """Query, key and value apart, with the heads as an axis: kernels (D, A, E), biases (A, E), output (A, E, D)."""
+    """Split query, key and value, with the heads as an axis: kernels (D, A, E), biases (A, E), output (A, E, D)."""
     views: Views = {}
     heads = (attention.heads, -1)
     weights, biases = read(attention.qkv.weight).chunk(3), read(attention.qkv.bias).chunk(3)
@@ -227,7 +232,7 @@ def attention_views(attention: Attention, read: Read) -> Views:
     views["out/bias"] = read(attention.out.bias)
     for name, norm in (("query_ln", attention.query_norm), ("key_ln", attention.key_norm)):
         if isinstance(norm, nn.LayerNorm):
-            views |= under(name, norm_views(norm, read))
+            views |= nested(name, norm_views(norm, read))
     return views
 
 
@@ -255,7 +260,7 @@ def moe_views(layer: MoE, read: Read) -> Views:
 
 
 def mlp_views(mlp: MLP, read: Read) -> Views:
-    return under("Dense_0", linear_views(mlp.fc1, read)) | under("Dense_1", linear_views(mlp.fc2, read))
+    return nested("Dense_0", linear_views(mlp.fc1, read)) | nested("Dense_1", linear_views(mlp.fc2, read))
 
 
 def linear_views(linear: nn.Linear, read: Read) -> Views:
@@ -267,5 +272,6 @@ def norm_views(norm: nn.LayerNorm, read: Read) -> Views:
     return views if norm.bias is None else views | {"bias": read(norm.bias)}
 
 
-def under(parent: str, views: Views) -> Views:
+def nested(parent: str, views: Views) -> Views:
+    """Put `parent/` before every name."""
     return {f"{parent}/{name}": view for name, view in views.items()}

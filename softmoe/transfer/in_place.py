@@ -1,7 +1,7 @@
-"""Put experts into the MLPs of anybody's model, in place: timm's, Hugging Face's, open_clip's, torchvision's, your own.
+"""Put experts into the MLPs of any model, in place: timm's, Hugging Face's, open_clip's, torchvision's, your own.
 
     report = upcycle_(model, mlps="blocks.*.mlp", experts=16, batches=images)
-    print(report)                                   which modules, how far the output moved, what it costs
+    print(report)                                   which modules, how far the output moved, the cost
     upcycle_(fresh, **report.config)                the same structure again, without data: then load_state_dict
 
 Attention, norms, positions and everything else stay as they are; only the modules that match are exchanged.
@@ -22,24 +22,24 @@ from torch import Tensor, nn
 from softmoe.models import MoEConfig
 from softmoe.moe import ExpertsBeside, MoE
 from softmoe.moe.record import evaluating
-from softmoe.transfer.mlps import DenseMLP, Join, hidden_width, linears, read_mlp
+from softmoe.transfer.mlps import TwoModuleMLP, hidden_width, linears, read_mlp
 from softmoe.transfer.upcycle import INITS, NARROW, relative
 from softmoe.transfer.upcycle_routers import WAYS, can_start_near, refine, start_near
 
-FEW = 8  # batches
-OUTPUTS = ("logits", "image_embeds", "pooler_output", "last_hidden_state")  # what to compare, of several
+MAX_BATCHES = 8  # that are looked at, of any number
+OUTPUTS = ("logits", "image_embeds", "pooler_output", "last_hidden_state")  # of several, the first of these is compared
 
 
 @dataclass(frozen=True)
 class InPlace:
-    """What `upcycle_` did to a model."""
+    """The report of `upcycle_`: the changed model and what was done to it."""
 
     model: nn.Module
     config: dict[str, Any]
-    """Arguments of `upcycle_` that do the same to a fresh model, for json too."""
+    """Arguments of `upcycle_` that make the same structure in a fresh model; they can be written as JSON."""
     modules: tuple[str, ...]
     images: int
-    """How many the rest was measured on."""
+    """The number of images that the numbers below were measured on."""
     moved: float | None
     """Mean over the images of |output - output before| / |output before|; None without batches."""
     same_class: float | None
@@ -98,31 +98,31 @@ def upcycle_(
     if expert_dim and init != "beside":
         raise ValueError(f"experts of init={init!r} are copies of the MLPs: leave out expert_dim")
     single = isinstance(batches, Tensor | Mapping | tuple)
-    given = None if batches is None else [batches] if single else list(islice(batches, FEW))
+    given = None if batches is None else [batches] if single else list(islice(batches, MAX_BATCHES))
     if given is None and init not in ("beside", "copy"):
         raise ValueError(f"init={init!r} looks at the tokens of real images: give batches=, or use init='beside'")
-    names = pick(find(model, mlps), blocks)
-    made = MoEConfig.of(router, experts, **({"slots_per_expert": slots} if slots != 1 else {}), **options)
+    names = pick_blocks(find_modules(model, mlps), blocks)
+    moe = MoEConfig.of(router, experts, **({"slots_per_expert": slots} if slots != 1 else {}), **options)
     before = sum(parameter.numel() for parameter in model.parameters())
     with evaluating(model):
-        old = None if given is None else [outputs(model, batch) for batch in given]
-        dense = {name: joined(model.get_submodule(name), name) for name in names}
-        seen = {} if given is None else observe(model, names, given)
+        old = None if given is None else [model_output(model, batch) for batch in given]
+        dense = {name: whole_mlp(model.get_submodule(name), name) for name in names}
+        seen = {} if given is None else collect_tokens(model, names, given)
         if tokens_first is None:
             tokens_first = any(first for _, first in seen.values())
         layers: dict[str, MoE] = {}
         macs = [0, 0]
         for name, mlp in dense.items():
             if given is not None and layers and init != "beside":  # through the layers already exchanged
-                seen |= observe(model, [name], given)
-            layers[name] = make_layer(mlp, made, init, expert_dim, name)
-            put(model, name, Tokens(layers[name], tokens_first))
+                seen |= collect_tokens(model, [name], given)
+            layers[name] = make_layer(mlp, moe, init, expert_dim, name)
+            put_layer(model, name, AnyLayout(layers[name], tokens_first))
             if given is not None:
                 x_BMD, _ = seen.pop(name)
-                set_router(layers[name], mlp, x_BMD, init)
+                init_router(layers[name], mlp, x_BMD, init)
                 for index, number in enumerate(macs_of(mlp, layers[name], x_BMD.shape[1], slots * experts)):
                     macs[index] += number
-        new = None if given is None else [outputs(model, batch) for batch in given]
+        new = None if given is None else [model_output(model, batch) for batch in given]
     moved, same, images = compare(old, new)
     config = {"mlps": names, "experts": experts, "slots": slots, "init": "beside" if init == "beside" else "copy"}
     config |= {"expert_dim": expert_dim, "router": router, "tokens_first": tokens_first, **options}
@@ -131,9 +131,11 @@ def upcycle_(
     return InPlace(model, config, tuple(names), images, moved, same, cost, after / before)
 
 
-class Tokens(nn.Module):
-    """Gives an MoE layer its tokens as (B, M, D), however the model around it keeps them: (B, D), each vector for
-    itself; (B, M, D), or (M, B, D) with `tokens_first`; (B, rows, columns, D)."""
+class AnyLayout(nn.Module):
+    """Gives an MoE layer its tokens as (B, M, D), in whatever layout the model around it keeps them.
+
+    (B, D) is one token an image; (B, M, D), or (M, B, D) with `tokens_first`; (B, rows, columns, D).
+    """
 
     def __init__(self, layer: MoE, tokens_first: bool = False):
         super().__init__()
@@ -141,26 +143,26 @@ class Tokens(nn.Module):
         self.tokens_first = tokens_first
 
     def forward(self, *given: Tensor, **named: Tensor) -> Tensor:
-        x = first_of(given, named)
+        x = first_argument(given, named)
         if x.ndim == 3 and self.tokens_first:
             return self.layer(x.transpose(0, 1)).transpose(0, 1)
         return self.layer(as_tokens(x)).view(x.shape)
 
 
-def first_of(given: tuple[Tensor, ...], named: dict[str, Tensor]) -> Tensor:
-    """The tokens among what a module is called with: they come first, by whatever name."""
+def first_argument(given: tuple[Tensor, ...], named: dict[str, Tensor]) -> Tensor:
+    """Return the tokens among the arguments of a module: they come first, by whatever name."""
     return given[0] if given else next(iter(named.values()))
 
 
 def as_tokens(x: Tensor) -> Tensor:
-    """(B, D), (B, M, D) or (B, rows, columns, D) -> (B, M, D)."""
+    """Reshape (B, D), (B, M, D) or (B, rows, columns, D) to (B, M, D)."""
     if x.ndim == 2:
         return x.unsqueeze(1)
     return x if x.ndim == 3 else x.flatten(1, -2)
 
 
-def find(model: nn.Module, mlps: str | Sequence[str]) -> list[str]:
-    """The names of the modules that match, in the model's order. ValueError that lists close names if there is none."""
+def find_modules(model: nn.Module, mlps: str | Sequence[str]) -> list[str]:
+    """Find the modules whose names match, in the model's order. ValueError that lists close names if there is none."""
     modules = dict(model.named_modules())
     found: set[str] = set()
     for pattern in [mlps] if isinstance(mlps, str) else mlps:
@@ -184,7 +186,8 @@ def find(model: nn.Module, mlps: str | Sequence[str]) -> list[str]:
     return names
 
 
-def pick(names: list[str], blocks: str | Sequence[int]) -> list[str]:
+def pick_blocks(names: list[str], blocks: str | Sequence[int]) -> list[str]:
+    """Keep the matches that the option `blocks` asks for."""
     if blocks == "all":
         return names
     if blocks == "last_half":
@@ -195,7 +198,7 @@ def pick(names: list[str], blocks: str | Sequence[int]) -> list[str]:
 
 
 def is_mlp(module: nn.Module) -> bool:
-    """Tell if a module looks like an MLP: two or three linears, from a width and back to it."""
+    """Tell if a module looks like an MLP: two or three linear layers, from a width and back to it."""
     found = linears(module)
     if is_split(module):
         return True
@@ -210,60 +213,61 @@ def is_split(module: nn.Module) -> bool:
     )
 
 
-def joined(module: nn.Module, name: str) -> nn.Module:
-    """The MLP as one module."""
+def whole_mlp(module: nn.Module, name: str) -> nn.Module:
+    """Return the MLP as one module, whose input and output are tokens."""
     if not is_split(module):
         if not linears(module):
             raise ValueError(f"{name} is a {type(module).__name__} without a linear layer: mlps= must name MLPs")
         return module
     if any(isinstance(part, nn.LayerNorm) for part in module.output.modules()):  # pyright: ignore
         raise ValueError(f"{name} has a norm after its sum (as in BERT), so its MLP cannot be exchanged alone")
-    return Join(module.intermediate, module.output)  # pyright: ignore
+    return TwoModuleMLP(module.intermediate, module.output)  # pyright: ignore
 
 
-def put(model: nn.Module, name: str, layer: nn.Module) -> None:
+def put_layer(model: nn.Module, name: str, layer: nn.Module) -> None:
+    """Put a layer in the place of the MLP called `name`."""
     module = model.get_submodule(name)
     if is_split(module):
-        module.intermediate, module.output = layer, Add()
+        module.intermediate, module.output = layer, AddResidual()
         return
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, layer)
 
 
-class Add(nn.Module):
-    """What is left of Hugging Face's `output`: the sum with the residual."""
+class AddResidual(nn.Module):
+    """The part of Hugging Face's `output` module that stays: the sum with the residual."""
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         return x + residual
 
 
 def make_layer(mlp: nn.Module, moe: MoEConfig, init: str, expert_dim: int | None, name: str) -> MoE:
-    first = linears(mlp)[0].weight
-    dim = linears(mlp)[0].in_features
-    with torch.device(first.device):
+    """Make the layer that takes an MLP's place, with the MLP inside or with experts that are copies of it."""
+    first = linears(mlp)[0]
+    with torch.device(first.weight.device):
         if init == "beside":
             width = expert_dim or max(1, hidden_width(mlp) // NARROW)
-            fresh = moe.make_layer(dim, width, 0.0, "gelu")
+            fresh = moe.make_layer(first.in_features, width, 0.0, "gelu")
             layer = ExpertsBeside(mlp, fresh.router, fresh.experts)  # pyright: ignore
         else:
-            dense: DenseMLP = read_mlp(mlp, name)
-            layer = MoE(moe.router.build(dim), dense.copies(moe.num_experts))
-    return layer.to(first.dtype).train(mlp.training)
+            copies = read_mlp(mlp, name).copies(moe.num_experts)
+            layer = MoE(moe.router.build(first.in_features), copies)
+    return layer.to(first.weight.dtype).train(mlp.training)
 
 
 def macs_of(mlp: nn.Module, layer: MoE, tokens: int, rows: int) -> tuple[int, int]:
-    """Multiply-accumulates for an image of so many tokens, of the MLP and of the layer with so many slots."""
+    """Count an image's multiply-accumulates, in the MLP and in the layer, for so many tokens and slots (`rows`)."""
     dense = tokens * sum(linear.weight.numel() for linear in linears(mlp))
     expert = sum(parameter[0].numel() for parameter in layer.experts.parameters() if parameter.ndim == 3)
     kept = dense if isinstance(layer, ExpertsBeside) else 0
     return dense, kept + 3 * tokens * rows * linears(mlp)[0].in_features + rows * expert
 
 
-def set_router(layer: MoE, mlp: nn.Module, x_BMD: Tensor, init: str) -> None:
-    """Set the router from the tokens, as `softmoe.upcycle` does."""
+def init_router(layer: MoE, mlp: nn.Module, x_BMD: Tensor, init: str) -> None:
+    """Choose the router's first parameters from the tokens, as `softmoe.upcycle` does."""
     if init == "copy" or not can_start_near(layer.router):
         return
-    if isinstance(layer, ExpertsBeside):  # experts have no function yet: slots should tell tokens apart
+    if isinstance(layer, ExpertsBeside):  # its experts give zero at first: the slots should just tell tokens apart
         start_near(MoE(layer.router, nn.Identity()), nn.Identity(), x_BMD, tuple(WAYS))
         return
     start_near(layer, mlp, x_BMD, tuple(WAYS) if init == "closest" else (init,))
@@ -271,9 +275,11 @@ def set_router(layer: MoE, mlp: nn.Module, x_BMD: Tensor, init: str) -> None:
         refine(layer, mlp, x_BMD)
 
 
-def observe(model: nn.Module, names: Iterable[str], batches: list[Any]) -> dict[str, tuple[Tensor, bool]]:
-    """Name -> (B, M, D) tokens that reach the module in all batches of the first one's shape, and whether tokens come
-    first there."""
+def collect_tokens(model: nn.Module, names: Iterable[str], batches: list[Any]) -> dict[str, tuple[Tensor, bool]]:
+    """Collect the tokens (B, M, D) that reach each module, and whether tokens come before images in its input.
+
+    Batches in which a module sees another shape than in the first one are left out.
+    """
     caught: dict[str, list[Tensor]] = {name: [] for name in names}
     hooks = []
     for name, kept in caught.items():
@@ -281,13 +287,13 @@ def observe(model: nn.Module, names: Iterable[str], batches: list[Any]) -> dict[
         target = module.intermediate if is_split(module) else module
 
         def keep(module: nn.Module, given: Any, named: Any, kept: list[Tensor] = kept) -> None:
-            kept.append(first_of(given, named))
+            kept.append(first_argument(given, named))
 
         hooks.append(target.register_forward_pre_hook(keep, with_kwargs=True))  # pyright: ignore
     sizes = []
     try:
         for batch in batches:
-            sizes.append(len(outputs(model, batch)))
+            sizes.append(len(model_output(model, batch)))
     finally:
         for hook in hooks:
             hook.remove()
@@ -301,8 +307,8 @@ def observe(model: nn.Module, names: Iterable[str], batches: list[Any]) -> dict[
     return seen
 
 
-def outputs(model: nn.Module, batch: Any) -> Tensor:
-    """The model's output for a batch, (B, ...): of several tensors the logits, or else the first."""
+def model_output(model: nn.Module, batch: Any) -> Tensor:
+    """Run the model on a batch and return its output (B, ...): of several tensors the logits, or else the first."""
     if isinstance(batch, Mapping):
         found = model(**batch)
     else:
@@ -318,6 +324,7 @@ def outputs(model: nn.Module, batch: Any) -> Tensor:
 
 
 def compare(old: list[Tensor] | None, new: list[Tensor] | None) -> tuple[float | None, float | None, int]:
+    """Return how far the outputs moved, the share of images with the same largest output, and the number of images."""
     if old is None or new is None:
         return None, None, 0
     images = sum(len(a) for a in old)

@@ -1,4 +1,4 @@
-"""Find out what an MLP of anybody's computes, by its numbers, and stack copies of it as experts.
+"""Recognize the MLP of any library's model by what it computes, and stack copies of it as experts.
 
 Letters: N experts, S rows per expert, D width, H hidden width.
 """
@@ -19,11 +19,11 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     **{name: make_gelu(name) for name in ACTIVATIONS},
 }
-EXACT = 1e-6  # relative, in float64: two forms of GELU are farther apart
+TOLERANCE = 1e-6  # relative, in float64: two forms of GELU are farther apart
 
 
-class Join(nn.Module):
-    """An MLP that lies in two modules, of which the second adds a residual: here nothing."""
+class TwoModuleMLP(nn.Module):
+    """One MLP made of two modules, of which the second would add the residual: it is given zeros to add."""
 
     def __init__(self, intermediate: nn.Module, output: nn.Module):
         super().__init__()
@@ -36,7 +36,10 @@ class Join(nn.Module):
 
 @dataclass(frozen=True)
 class DenseMLP:
-    """act(x w1 + b1) w2 + b2, or with a gate (act(x gate + c) * (x w1 + b1)) w2 + b2; weights as in nn.Linear."""
+    """The weights and the form of an MLP, stored as nn.Linear stores them.
+
+    It computes act(x w1 + b1) w2 + b2, or with a gate (act(x gate + c) * (x w1 + b1)) w2 + b2.
+    """
 
     first: tuple[Tensor, Tensor]
     second: tuple[Tensor, Tensor]
@@ -51,7 +54,7 @@ class DenseMLP:
         return F.linear(GATES[self.activation](F.linear(x, *self.gate)) * hidden, *self.second)
 
     def copies(self, num_experts: int) -> nn.Module:
-        """N experts, each of them this MLP."""
+        """Make N experts, each of them this MLP."""
         H, D = self.first[0].shape
         if self.gate is None:
             experts = Experts(D, H, num_experts, dropout=self.dropout, activation=self.activation)
@@ -70,7 +73,7 @@ class DenseMLP:
 
 
 class GatedExperts(nn.Module):
-    """(N, S, D) -> (N, S, D): gated MLPs (SwiGLU and its like) as stacked weights, laid out as those of Experts."""
+    """N gated MLPs (SwiGLU and the like) as stacked weights, laid out as those of Experts: (N, S, D) -> (N, S, D)."""
 
     def __init__(self, dim: int, hidden_dim: int, num_experts: int, activation: str = "silu"):
         super().__init__()
@@ -93,21 +96,21 @@ def linears(module: nn.Module) -> list[nn.Linear]:
 
 
 def hidden_width(module: nn.Module) -> int:
-    """H: what the last matrix reads."""
+    """Return H, the width that the last matrix reads."""
     return linears(module)[-1].in_features
 
 
 @torch.no_grad()
 def read_mlp(module: nn.Module, name: str) -> DenseMLP:
-    """The MLP behind a module, recognized by what it computes for random inputs. ValueError if it is none of ours."""
+    """Recognize the MLP in a module by what it computes for random inputs. ValueError if it has none of our forms."""
     if any(parameter.is_meta for parameter in module.parameters()):
         raise ValueError(f"{name} has no storage (meta device), so it cannot be copied: use init='beside'")
     exact = deepcopy(module).double().eval()
     x = torch.randn(16, linears(module)[0].in_features, dtype=torch.float64, device=linears(exact)[0].weight.device)
     target = exact(x)
     dropout = max((part.p for part in module.modules() if isinstance(part, nn.Dropout)), default=0.0)
-    best = min(forms(exact), key=lambda form: float((form(x) - target).norm()), default=None)
-    if best is None or not (best(x) - target).norm() < EXACT * target.norm():
+    best = min(possible_mlps(exact), key=lambda form: float((form(x) - target).norm()), default=None)
+    if best is None or not (best(x) - target).norm() < TOLERANCE * target.norm():
         raise ValueError(
             f"{name}, a {type(module).__name__}, is neither linear, GELU, linear nor a gated MLP of three matrices, so "
             "copies cannot take its place: use init='beside', which keeps it as it is"
@@ -115,9 +118,9 @@ def read_mlp(module: nn.Module, name: str) -> DenseMLP:
     return DenseMLP(best.first, best.second, best.gate, best.activation, dropout)
 
 
-def forms(module: nn.Module) -> Iterator[DenseMLP]:
-    """What the shapes of a module's linears allow."""
-    found = [(part.weight, zeros(part) if part.bias is None else part.bias) for part in linears(module)]
+def possible_mlps(module: nn.Module) -> Iterator[DenseMLP]:
+    """List every MLP that the shapes of a module's linear layers allow."""
+    found = [(part.weight, zero_bias(part) if part.bias is None else part.bias) for part in linears(module)]
     if len(found) == 2:
         first, second = found
         H = second[0].shape[1]
@@ -125,15 +128,16 @@ def forms(module: nn.Module) -> Iterator[DenseMLP]:
             yield from (DenseMLP(first, second, None, name) for name in ACTIVATIONS)
         if first[0].shape[0] == 2 * H:
             halves = [(first[0][rows], first[1][rows]) for rows in (slice(0, H), slice(H, None))]
-            yield from gated(halves[0], halves[1], second)
+            yield from gated_mlps(halves[0], halves[1], second)
     elif len(found) == 3 and found[0][0].shape == found[1][0].shape:
-        yield from gated(found[0], found[1], found[2])
+        yield from gated_mlps(found[0], found[1], found[2])
 
 
-def gated(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> Iterator[DenseMLP]:
+def gated_mlps(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> Iterator[DenseMLP]:
+    """List the gated MLPs in which either of `a` and `b` is the gate: libraries differ in which comes first."""
     for gate, first in ((a, b), (b, a)):
         yield from (DenseMLP(first, second, gate, name) for name in GATES)
 
 
-def zeros(linear: nn.Linear) -> Tensor:
+def zero_bias(linear: nn.Linear) -> Tensor:
     return linear.weight.new_zeros(linear.out_features)

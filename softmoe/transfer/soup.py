@@ -1,7 +1,7 @@
-"""Model soups: the mean of the weights of several fine-tuned models, as one model of the same cost.
+"""Average the weights of several fine-tuned models into one model of the same cost: a model soup.
 
     soup(["runs/a", "runs/b", "runs/c"], "souped")                   all of them
-    greedy_soup(models, "souped", score)                             those that do not make it worse
+    greedy_soup(models, "souped", score)                             those that do not lower the score
 
 Weights are read and averaged tensor by tensor, in pieces, so the memory needed is about that of the largest tensor,
 however large and many the models are; greedy soups need one model in memory to be scored.
@@ -22,23 +22,25 @@ from softmoe.models import VisionTransformer
 from softmoe.storage import SavedModel, load_saved, open_saved, save_tensors
 from softmoe.storage.weights import Spec, WeightFiles, check_files
 
-PIECE = 1 << 22  # numbers averaged at a time, in float64
+PIECE = 1 << 22  # numbers that are averaged at a time, in float64
 Score = Callable[[VisionTransformer], float]
 
 
 @dataclass(frozen=True)
 class Soup:
+    """A saved soup, and what went into it."""
+
     saved: SavedModel
     kept: tuple[int, ...]
     """Which of the models went in, best first for greedy soups."""
     scores: tuple[float, ...] = ()
-    """Greedy: of each model alone."""
+    """The score of each model alone; empty unless the soup is greedy."""
     score: float | None = None
-    """Greedy: of the soup."""
+    """The score of the soup; None unless it is greedy."""
 
 
-class Pieces:
-    """Parts of tensors by plain reading. Mapped files would stay in memory as far as they were looked at."""
+class TensorPieces:
+    """Reads parts of tensors with plain file reads: the pages of a mapped file would stay in memory."""
 
     def __init__(self, folder: Path, files: Sequence[str]):
         self._stack = ExitStack()
@@ -50,14 +52,14 @@ class Pieces:
             header.pop("__metadata__", None)
             self._place |= {key: (file, 8 + length + facts["data_offsets"][0]) for key, facts in header.items()}
 
-    def __enter__(self) -> "Pieces":
+    def __enter__(self) -> "TensorPieces":
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
     def read(self, name: str, dtype: torch.dtype, start: int, stop: int) -> Tensor:
-        """Numbers start..stop of the tensor as it lies in the file."""
+        """Read the numbers from start to stop (not included) of the flat tensor."""
         file, offset = self._place[name]
         data = bytearray((stop - start) * dtype.itemsize)
         file.seek(offset + start * dtype.itemsize)
@@ -67,7 +69,7 @@ class Pieces:
 
 
 class Ingredients:
-    """Saved models of one architecture, open to be read in pieces."""
+    """Several saved models of one architecture, opened to be averaged piece by piece."""
 
     def __init__(self, models: Sequence[str | Path]):
         if not models:
@@ -79,7 +81,7 @@ class Ingredients:
             for saved in self.models:
                 check_files(saved.folder, saved.files, hashes=True)
             self.specs = common_specs(self.models)
-            self._pieces = [self._stack.enter_context(Pieces(m.folder, list(m.files))) for m in self.models]
+            self._pieces = [self._stack.enter_context(TensorPieces(m.folder, list(m.files))) for m in self.models]
         except BaseException:
             self._stack.close()
             raise
@@ -91,7 +93,7 @@ class Ingredients:
         self._stack.close()
 
     def mean(self, name: str, which: Sequence[int]) -> Tensor:
-        """The mean of one tensor over some of the models, in its own dtype; summed in float64, piece by piece."""
+        """Average one tensor over some of the models, piece by piece: summed in float64, returned in its own type."""
         spec = self.specs[name]
         result = torch.empty(spec.shape, dtype=spec.dtype)
         flat = result.view(-1)
@@ -104,6 +106,7 @@ class Ingredients:
         return result
 
     def write(self, which: Sequence[int], out: str | Path, provenance: dict[str, Any]) -> SavedModel:
+        """Save the mean of some of the models, one tensor in memory at a time."""
         first = self.models[which[0]]
         made_of = [{"model": str(self.models[i].folder), "fingerprint": self.models[i].fingerprint} for i in which]
         return save_tensors(
@@ -119,7 +122,7 @@ class Ingredients:
 
 
 def common_specs(models: Sequence[SavedModel]) -> dict[str, Spec]:
-    """Type and shape of every tensor, the same in all models."""
+    """Return type and shape of every tensor. ValueError unless they are the same in all models."""
     first: dict[str, Spec] = {}
     for saved in models:
         if "base" in saved.provenance:
@@ -130,14 +133,14 @@ def common_specs(models: Sequence[SavedModel]) -> dict[str, Spec]:
         for name in first | specs:
             if first.get(name) != specs.get(name):
                 raise ValueError(
-                    f"{models[0].folder} and {saved.folder} cannot be averaged: {name} is {shown(first.get(name))} in "
-                    f"one and {shown(specs.get(name))} in the other"
+                    f"{models[0].folder} and {saved.folder} cannot be averaged: {name} is "
+                    f"{spec_text(first.get(name))} in one and {spec_text(specs.get(name))} in the other"
                 )
     return first
 
 
 def soup(models: Sequence[str | Path], out: str | Path) -> Soup:
-    """The mean of all `models` (saved folders, runs), saved in the folder `out`."""
+    """Save the mean of all `models` (saved folders, runs) in the folder `out`."""
     with Ingredients(models) as ingredients:
         every = tuple(range(len(models)))
         return Soup(ingredients.write(every, out, {"soup": "uniform"}), every)
@@ -146,7 +149,7 @@ def soup(models: Sequence[str | Path], out: str | Path) -> Soup:
 def greedy_soup(
     models: Sequence[str | Path], out: str | Path, score: Score, device: str | torch.device = "cpu"
 ) -> Soup:
-    """From the best model on, each next best is added if the score of the mean does not fall."""
+    """Start from the best model, and add each next best one if the score of the mean does not fall."""
     with Ingredients(models) as ingredients:
         first = ingredients.models[0]
         if first.towers is not None:
@@ -175,11 +178,11 @@ def greedy_soup(
 
 
 def check_alike(models: Sequence[SavedModel]) -> None:
-    """ValueError that names the first difference in architecture or classes."""
+    """Raise a ValueError that names the first difference in architecture or classes, if there is one."""
     first = models[0]
-    expected = facts_of(first)
+    expected = comparable_facts(first)
     for other in models[1:]:
-        found = facts_of(other)
+        found = comparable_facts(other)
         for key in expected | found:
             if expected.get(key) != found.get(key):
                 raise ValueError(
@@ -192,7 +195,8 @@ def check_alike(models: Sequence[SavedModel]) -> None:
             raise ValueError(f"{first.folder} and {other.folder} have different classes: {a!r} and {b!r}")
 
 
-def facts_of(saved: SavedModel) -> dict[str, Any]:
+def comparable_facts(saved: SavedModel) -> dict[str, Any]:
+    """Return the settings that models must share to be averaged."""
     facts = weight_facts(saved.config) | {
         "num_classes": saved.config.num_classes,
         "image size": saved.config.image_shape,
@@ -203,5 +207,5 @@ def facts_of(saved: SavedModel) -> dict[str, Any]:
     return facts | text | {"embed_dim": saved.towers.embed_dim, "tokenizer": saved.tokenizer.facts.sha256[:12]}
 
 
-def shown(spec: Spec | None) -> str:
+def spec_text(spec: Spec | None) -> str:
     return "missing" if spec is None else f"{str(spec.dtype).removeprefix('torch.')} {list(spec.shape)}"

@@ -1,4 +1,4 @@
-"""First parameters for the routers of an upcycled model, from the tokens that reach them.
+"""Choose the first parameters of an upcycled model's routers from the tokens that reach them.
 
 Letters: B images, M tokens, D width, S slots (experts times slots per expert), T tokens of all images.
 
@@ -25,12 +25,12 @@ from softmoe.moe.sparse import SparseRouter
 
 SCALES = tuple(2.0**power for power in range(13))  # 1 to 4096
 ROUNDS = 20  # of k-means; clusters hardly change after these
-STEPS, RATE, IMAGES = 100, 0.01, 16  # of refining: Adam steps, relative to the parameters' size, on so many images
-RIDGE = 1e-3  # times the mean variance of a coordinate
+STEPS, RATE, IMAGES = 100, 0.01, 16  # of refining: Adam steps, rate relative to the parameters' size, images a step
+RIDGE = 1e-3  # regularization, in mean variances of a coordinate
 
 
 def can_start_near(router: Router) -> bool:
-    """Whether there are parameters to choose: fixed routers have none."""
+    """Tell if the router has parameters to choose: fixed routers have none."""
     return type(router) is SoftRouter or isinstance(router, SparseRouter)
 
 
@@ -39,7 +39,7 @@ def start_near(layer: MoE, mlp: Callable[[Tensor], Tensor], x_BMD: Tensor, ways:
     target_BMD = mlp(x_BMD)
     best, chosen = float("inf"), None
     for way in ways:
-        directions_DS = WAYS[way](x_BMD, slots(layer.router))
+        directions_DS = WAYS[way](x_BMD, slot_count(layer.router))
         for parameters in candidates(layer.router, directions_DS, x_BMD):
             set_parameters(layer.router, parameters)
             error = float((layer(x_BMD) - target_BMD).norm())
@@ -71,12 +71,13 @@ def refine(layer: MoE, mlp: Callable[[Tensor], Tensor], x_BMD: Tensor) -> None:
         set_parameters(router, before)
 
 
-def slots(router: Router) -> int:
+def slot_count(router: Router) -> int:
+    """Return S; a sparse router has one direction for each expert."""
     return router.num_experts * router.slots_per_expert if isinstance(router, SoftRouter) else router.num_experts
 
 
 def candidates(router: Router, directions_DS: Tensor, x_BMD: Tensor) -> Iterator[dict[str, Tensor]]:
-    """Parameters of the router for each scale, the sparse routers' in units that undo the length of the tokens."""
+    """List the router's parameters for each scale, in mean token lengths where tokens are not normalized."""
     unit_DS = l2_normalize(directions_DS, dim=0)
     for scale in SCALES:
         if isinstance(router, SoftRouter) and router.scale is not None:
@@ -93,13 +94,15 @@ def set_parameters(router: Router, parameters: dict[str, Tensor]) -> None:
 
 
 def cluster_centers(x_BMD: Tensor, count: int) -> Tensor:
-    """(D, count) directions: centers of clusters of tokens."""
+    """Return (D, count) directions: the centers of clusters of tokens."""
     return spherical_k_means(l2_normalize(x_BMD.flatten(0, 1), dim=-1), count).T
 
 
 def place_directions(x_BMD: Tensor, count: int) -> Tensor:
-    """(D, count) directions: the regression of a place on the token, for places or, if there are more places than
-    slots, groups of places with like tokens. With more slots than places they begin again."""
+    """Return (D, count) directions: the regression of each place on its token.
+
+    With more places than slots, places with like tokens form groups; with more slots than places they begin again.
+    """
     x_BMD = l2_normalize(x_BMD, dim=-1)
     B, M, D = x_BMD.shape
     mean_MD = x_BMD.mean(0)
@@ -119,7 +122,10 @@ WAYS = {"centers": cluster_centers, "positions": place_directions}
 
 
 def spherical_k_means(points_TD: Tensor, count: int) -> Tensor:
-    """(count, D): directions of clusters. Starts from points drawn without replacement; empty clusters are redrawn."""
+    """Return (count, D) directions of clusters, from a start at points drawn without replacement.
+
+    Clusters that become empty are drawn again.
+    """
     T, D = points_TD.shape
     if count > T:
         raise ValueError(f"{count} slots need at least as many tokens to be drawn from, got {T}: give more images")
@@ -134,5 +140,5 @@ def spherical_k_means(points_TD: Tensor, count: int) -> Tensor:
 
 
 def nearest(points_TD: Tensor, centers_SD: Tensor) -> Tensor:
-    """(T,): the center of the largest product with each point."""
+    """Return (T,): for each point the center with which its product is largest."""
     return (points_TD @ centers_SD.T).argmax(1)
