@@ -1,4 +1,4 @@
-"""Our models in timm's registry. Needs the extra `timm`; importing this module registers them.
+"""Register our models with timm; importing this module does it, and needs the extra `timm`.
 
     import softmoe.timm, timm
     model = timm.create_model("softmoe_soft_s16_128e", num_classes=10, img_size=224)
@@ -24,12 +24,12 @@ def make(
     out_indices: int | Sequence[int] | None = None,
     **options: Any,
 ) -> Any:
-    """The model called `name`, by timm's calling convention; with `features_only` timm's wrapper, which gives the maps
-    of the blocks `out_indices` (all if None).
+    """Make the model called `name` from the arguments that timm passes to every model.
 
-    timm passes what it knows of every model; of that `img_size` is our image_size, `global_pool` our pool, zero classes
-    mean no head, and its bookkeeping (pretrained_cfg and the like) is not for us. The mean and deviation of the pixels
-    are what timm's data pipeline asks the model for.
+    `img_size` is our image_size, `global_pool` our pool, and zero classes mean no head; timm's bookkeeping
+    (pretrained_cfg and the like) is dropped. With `features_only` the model is in timm's wrapper, which returns the
+    feature maps of the blocks `out_indices` (all if None). timm's data pipeline asks the model for the mean and
+    deviation of the pixels.
     """
     if pretrained:
         raise ValueError(f"there are no weights to download for {name}: load your own with softmoe.from_pretrained")
@@ -56,7 +56,7 @@ def make(
 
 
 def register() -> list[str]:
-    """Add every name of `list_models` to timm's registry; returns the names there."""
+    """Add every name of `list_models` to timm's registry and return the names there."""
     try:
         from timm.models import register_model  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -70,7 +70,7 @@ def register() -> list[str]:
 
 
 def entry_point(name: str):
-    """A function with the name and the module that timm's registry looks at."""
+    """Make a function with the name and the module that timm's registry looks at."""
 
     def create(pretrained: bool = False, **options: Any) -> Any:
         return make(name, pretrained, **options)

@@ -19,6 +19,7 @@ from torch import Tensor
 from softmoe.convert.timm import from_timm, read_tensors
 from softmoe.convert.vit import from_vit
 from softmoe.models import VisionTransformer, ViTConfig
+from softmoe.models.conventions import POOLS
 from softmoe.storage import Preprocessing, from_pretrained, hub
 from softmoe.storage.adapters import inherited
 from softmoe.storage.files import first_line, read_json
@@ -26,7 +27,6 @@ from softmoe.storage.saved import is_saved
 
 SUFFIXES = (".npz", ".safetensors")
 PICKLES = (".pth", ".pt", ".bin", ".ckpt", ".pkl")
-_POOLS = {"token": "class", "avg": "mean", "map": "attention"}
 _ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -206,9 +206,9 @@ def from_timm_config(config: dict[str, Any]) -> dict[str, Any]:
     told = {"mean": tuple(p["mean"]), "std": tuple(p["std"]), "image_size": pair(size)}
     pool = arguments.get("global_pool") or config.get("global_pool") or p.get("global_pool")
     if pool:
-        if pool not in _POOLS:
+        if pool not in POOLS:
             raise ValueError(f"{name} pools by {pool!r}, which our vision transformer does not")
-        told["pool"] = _POOLS[pool]
+        told["pool"] = POOLS[pool]
     quick = "quickgelu" in name or "QuickGELU" in str(p.get("notes", ""))
     plain = "gelu_tanh" if "siglip" in name else "quick_gelu" if quick else "gelu"
     told["activation"] = _ACTIVATIONS[arguments.get("act_layer") or plain]

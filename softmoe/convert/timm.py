@@ -28,6 +28,7 @@ from softmoe.convert.names import IN_PLACE, Tensors, rename_to_timm
 from softmoe.convert.vit import size_of_positions, square_patch
 from softmoe.convert.vmoe import as_tensor, read_npz
 from softmoe.models import VisionTransformer, ViTConfig
+from softmoe.models.conventions import POOLS
 from softmoe.models.embed import SinCosPositions
 
 HEAD_WIDTH = 64  # of nearly all vision transformers; packed weights do not tell it
@@ -156,7 +157,7 @@ def to_timm(model: VisionTransformer) -> tuple[Tensors, dict[str, Any]]:
         "num_heads": c.heads,
         "mlp_ratio": c.mlp_dim / c.width,
         "num_classes": c.num_classes or 0,
-        "global_pool": {"class": "token", "mean": "avg", "attention": "map"}[c.pool],
+        "global_pool": next(theirs for theirs, ours in POOLS.items() if ours == c.pool),
         "class_token": c.pool == "class",
         "reg_tokens": c.registers,
         "pos_embed": "none" if c.positions == "none" else "learn",
@@ -164,7 +165,7 @@ def to_timm(model: VisionTransformer) -> tuple[Tensors, dict[str, Any]]:
         "init_values": 1e-5 if c.layer_scale else None,
         "pre_norm": c.pre_norm,
         "fc_norm": c.pool_norm,
-        "act_layer": {"gelu_tanh": "gelu_tanh", "gelu": "gelu", "quick_gelu": "quick_gelu"}[c.activation],
+        "act_layer": c.activation,  # timm has the same names
         "norm_layer": partial(nn.LayerNorm, eps=c.norm_eps),
     }
     return {name: value.clone().contiguous() for name, value in state.items()}, arguments

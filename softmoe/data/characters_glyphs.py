@@ -1,4 +1,4 @@
-"""Bitmaps of characters from font files, drawn once and kept in the cache folder.
+"""Draw bitmaps of characters from font files, once, and keep them in the cache folder.
 
 A class is a character. It is drawn from every face (font file) that has it, scaled so that its longer side fills the
 cell: how large a character is within its line says nothing here. Characters that look the same then, such as the Latin,
@@ -29,7 +29,7 @@ DOWNSTREAM = 100  # classes that are never among the upstream ones
 _ALIKE = 0.9  # correlation of two bitmaps above which a reader may take one for the other
 _LEAST_SEEN, _LEAST_UNSEEN = 3, 1  # faces that a class must have
 _VERSION = "1"
-_POINTS = 48  # size at which the fonts are drawn before they are scaled to the cell
+_FONT_SIZE = 48  # at which a character is drawn before it is scaled to the cell
 _KINDS = ("Lu", "Ll", "Lt", "Lo", "Nd", "Nl", "No", "Sm", "So", "Sc")  # letters, numbers, symbols
 _FAMILIES = ("DejaVuSans", "DejaVuSansMono", "DejaVuSerif", "STIXGeneral")
 _IDEOGRAPHS = range(0x4E00, 0xA000)
@@ -55,13 +55,15 @@ class Glyphs:
 
 @dataclass(frozen=True)
 class Face:
+    """A font file and the code points that it has."""
+
     path: Path
     has: frozenset[int]
 
     def draw(self, character: int) -> np.ndarray:
-        """(CELL, CELL) uint8, all zero where the font has an empty glyph."""
-        canvas = Image.new("L", (3 * _POINTS, 3 * _POINTS))
-        middle = 3 * _POINTS // 2
+        """Draw a character as (CELL, CELL) uint8, all zero where the font has an empty glyph."""
+        canvas = Image.new("L", (3 * _FONT_SIZE, 3 * _FONT_SIZE))
+        middle = 3 * _FONT_SIZE // 2
         ImageDraw.Draw(canvas).text((middle, middle), chr(character), fill=255, font=_font(self.path), anchor="mm")
         picture = np.asarray(canvas)
         cell = np.zeros((CELL, CELL), dtype=np.uint8)
@@ -78,12 +80,12 @@ class Face:
 
 @cache
 def _font(path: Path) -> ImageFont.FreeTypeFont:
-    return ImageFont.truetype(str(path), _POINTS)
+    return ImageFont.truetype(str(path), _FONT_SIZE)
 
 
 @cache
 def load(fonts: str, classes: int | None) -> Glyphs:
-    """The downstream classes and the first `classes` upstream ones (None: all there are) of a set of fonts."""
+    """Load the downstream classes and the first `classes` upstream ones (None: all) of a set of fonts."""
     files = font_files(fonts)
     key = fingerprint(_VERSION, str(features.version("freetype2")), fonts, str(classes), *map(_digest, files))
     kept = cache_folder() / "characters" / f"{key}.npz"
@@ -95,11 +97,12 @@ def load(fonts: str, classes: int | None) -> Glyphs:
 
 
 def font_files(fonts: str) -> list[Path]:
-    """The files of `matplotlib` (those in the package), `cjk` (those of the system that have Chinese characters), or a
-    folder."""
+    """Find the font files in matplotlib, those of the system with Chinese characters (cjk), or those of a folder."""
     if fonts == "matplotlib":
         folder = _matplotlib_folder()
-        return [path for family in _FAMILIES for path in sorted(folder.glob(f"{family}*.ttf")) if _is(path, family)]
+        return [
+            path for family in _FAMILIES for path in sorted(folder.glob(f"{family}*.ttf")) if _in_family(path, family)
+        ]
     if fonts == "cjk":
         found = [path for folder in _SYSTEM for path in _files(Path(folder).expanduser())]
         found = [face.path for face in _faces(tuple(found)) if len(face.has & set(_IDEOGRAPHS)) > 5000]
@@ -116,8 +119,8 @@ def font_files(fonts: str) -> list[Path]:
     return _files(Path(fonts))
 
 
-def _is(path: Path, family: str) -> bool:
-    """DejaVuSansMono and DejaVuSansDisplay are not of the family DejaVuSans."""
+def _in_family(path: Path, family: str) -> bool:
+    """Tell if a file is of the family: DejaVuSansMono and DejaVuSansDisplay are not of DejaVuSans."""
     return path.stem.removeprefix(family)[:1] in ("", "-") or (family.startswith("STIX") and "Gen" in path.stem)
 
 
@@ -138,7 +141,7 @@ def _matplotlib_folder() -> Path:
 
 @cache
 def _faces(files: tuple[Path, ...]) -> list[Face]:
-    """Every file once, the one with most characters first: it decides which characters look alike."""
+    """Open every file, the one with most characters first: it decides which characters look alike."""
     try:
         from fontTools.ttLib import TTFont
     except ImportError:
@@ -159,7 +162,7 @@ def _digest(path: Path) -> str:
 
 
 def _make(faces: list[Face], fonts: str, classes: int | None) -> dict[str, np.ndarray]:
-    """Every fourth face is held out of training."""
+    """Choose the classes and draw them; every fourth face is held out of training."""
     parts = [[f for i, f in enumerate(faces) if i % 4 != 3], [f for i, f in enumerate(faces) if i % 4 == 3]]
     chosen = _distinct(faces[0], _candidates(parts, fonts == "cjk"), classes)
     rows, first, count = [], np.zeros((len(chosen), 2), np.int64), np.zeros((len(chosen), 2), np.int64)
@@ -172,7 +175,7 @@ def _make(faces: list[Face], fonts: str, classes: int | None) -> dict[str, np.nd
 
 
 def _candidates(parts: list[list[Face]], ideographs: bool) -> list[int]:
-    """Characters that enough faces have, in an order that is random but the same for all sets of fonts."""
+    """List the characters that enough faces have, in an order that is random but the same for all sets of fonts."""
     least = zip(parts, (_LEAST_SEEN, _LEAST_UNSEEN), strict=True)
     enough = [{c for c in parts[0][0].has if sum(c in face.has for face in part) >= n} for part, n in least]
     wanted = [
@@ -185,7 +188,7 @@ def _candidates(parts: list[list[Face]], ideographs: bool) -> list[int]:
 
 
 def _distinct(face: Face, candidates: list[int], classes: int | None) -> list[int]:
-    """The first characters of which none looks like one before it."""
+    """Choose the first characters, leaving out each that looks like one before it."""
     most = len(candidates) if classes is None else DOWNSTREAM + classes
     chosen, seen = [], np.zeros((len(candidates), (CELL // 2) ** 2), dtype=np.float32)
     for character in candidates:
@@ -207,6 +210,7 @@ def _distinct(face: Face, candidates: list[int], classes: int | None) -> list[in
 
 
 def _levels(cell: np.ndarray) -> np.ndarray:
+    """Return the bitmap at the three sizes of LEVELS, as one row of BYTES."""
     half = _half(cell)
     return np.concatenate([cell.ravel(), half.ravel(), _half(half).ravel()]).astype(np.uint8)
 
@@ -217,7 +221,7 @@ def _half(cell: np.ndarray) -> np.ndarray:
 
 
 def _save(path: Path, table: dict[str, np.ndarray]) -> None:
-    """Written beside and renamed: another process may look for it now."""
+    """Write the file under another name and rename it: another process may look for it now."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{os.getpid()}.{path.name}")
     np.savez(beside, **table)  # pyright: ignore[reportArgumentType]

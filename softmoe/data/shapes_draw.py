@@ -1,7 +1,7 @@
 """Draw the scenes of `shapes`, many images at once.
 
-From back to front: ground, pebbles, the object, its companion, twigs; then light and noise. `draw_plain` defines the
-drawing with numpy; the compiled shapes.cpp draws the same bytes in a third of the time.
+From back to front: ground, pebbles, the object, its companion, twigs; then light and noise. The numpy code here is the
+definition; the compiled shapes.cpp gives the same bytes in a third of the time where it can be built.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ import torch
 
 from softmoe.accelerate.build import Kernel, call
 from softmoe.data import shapes_tables as tables
-from softmoe.data.shapes_scenes import TEXTURE_NAMES, Placed, Scenes, compose, compositions, join_layers, select
+from softmoe.data.shapes_scenes import TEXTURE_NAMES, Placed, Scenes, compose, compositions, concatenated, select_rows
 from softmoe.data.shapes_tables import CELLS, SPAN
 from softmoe.data.source import MAX_DRAWN
 
-_CHUNK = 64  # images of 32 x 32 pixels drawn together: with fewer there are more calls, more do not fit the caches
+_CHUNK = 64  # images of 32 x 32 pixels drawn together: fewer cost more calls, more leave the caches
 RIMMED = TEXTURE_NAMES.index("rimmed")
 
 
 def draw_plain(scenes: Scenes, size: int) -> np.ndarray:
-    """Draw scenes with numpy: (B, size, size, 3) uint8."""
+    """Draw with numpy: (B, size, size, 3) uint8."""
     count = len(scenes.ground)
     pictures = np.empty((count, size, size, 3), dtype=np.uint8)
     chunk = max(1, _CHUNK * 32 * 32 // (size * size))
     for start in range(0, count, chunk):
         rows = np.arange(start, min(start + chunk, count))
-        _Canvas(select(scenes, rows), size).paint(pictures[start : start + chunk])
+        _Canvas(select_rows(scenes, rows), size).paint(pictures[start : start + chunk])
     return pictures
 
 
 class _Canvas:
-    """The color planes, (3, b, size, size) float32, of some scenes while they are painted."""
+    """The color planes (3, b, size, size) float32 of b pictures while they are painted."""
 
     def __init__(self, scenes: Scenes, size: int):
         self.scenes, self.size = scenes, size
-        self.line = places(size)
+        self.line = pixel_centers(size)
         self.planes = self._ground()
 
     def paint(self, pictures: np.ndarray) -> None:
@@ -48,7 +48,7 @@ class _Canvas:
                 self._objects(layers, textured=layers[0] is scenes.object)
         self._light_and_noise()
         for k, plane in enumerate(self.planes):
-            pictures[..., k] = plane  # rounds down to whole numbers
+            pictures[..., k] = plane  # cuts off to whole numbers
 
     def _ground(self) -> np.ndarray:
         place = self.scenes.ground_place
@@ -60,17 +60,17 @@ class _Canvas:
         return np.stack([plane.take(where) for plane in tables.ground_planes()])
 
     def _objects(self, layers: list[Placed], textured: bool) -> None:
-        """Paint one object of each picture per layer, all in one computation.
+        """Paint one object of each picture, layer over layer, by one computation for all of them.
 
-        Distances are looked up only in the part of each picture that its object may touch, and colors only where the
-        object is: pebbles are small and many twigs absent.
+        Distances are looked up in the part of each picture that its object may touch (pebbles are small and many twigs
+        absent), everything else only where the object is.
         """
-        placed, count = join_layers(layers), len(self.scenes.ground)
+        placed, count = concatenated(layers), len(self.scenes.ground)
         span = reach(placed, self.size)
         near = np.flatnonzero(np.maximum(np.abs(placed.x), np.abs(placed.y)) - span < 1)
         if not near.size:
             return
-        placed, span = select(placed, near), span[near]
+        placed, span = select_rows(placed, near), span[near]
         side = int(min(self.size, np.ceil(span.max() * self.size) + 2))  # pixels
         middle = np.stack([placed.x, -placed.y])
         first = ((middle + 1) * (self.size / 2) - side / 2).astype(np.int64).clip(0, self.size - side)
@@ -100,8 +100,8 @@ class _Canvas:
         """Return the signed distance to the outline in pixels, at columns x and rows y."""
         u, v = _table_coordinates(frame(placed), x, y)
         where = _column(placed.shape * CELLS * CELLS).astype(np.int32)
-        where = where + _cells(v) * CELLS + _cells(u)
-        return tables.distance_table().take(where) * _column(pixels_of(placed, self.size))
+        where = where + _clamped_cells(v) * CELLS + _clamped_cells(u)
+        return tables.distance_table().take(where) * _column(pixels_per_radius(placed, self.size))
 
     def _shares(
         self,
@@ -115,11 +115,12 @@ class _Canvas:
     ) -> np.ndarray:
         """Return how much of the second color each pixel inside the object has."""
         texture = self.scenes.texture[near]
-        u, v = _table_coordinates(frame(placed, self.scenes.texture_scale[near], self.scenes.texture_shift[near]), x, y)
+        scale, shift = self.scenes.texture_scale[near], self.scenes.texture_shift[near]
+        u, v = _table_coordinates(frame(placed, scale, shift), x, y)
         u, v = (coordinate.take(inside).astype(np.int64) & (CELLS - 1) for coordinate in (u, v))
         share = tables.texture_table().take(texture.take(whose) * (CELLS * CELLS) + v * CELLS + u)
         rimmed = np.flatnonzero(texture.take(whose) == RIMMED)
-        rim = rim_of(placed, self.size)
+        rim = rim_width(placed, self.size)
         share[rimmed] = _coverage(-rim[whose[rimmed]] - distance.take(inside[rimmed]))
         return share
 
@@ -136,18 +137,18 @@ class _Canvas:
             np.clip(plane, 0, 255, out=plane)
 
 
-def places(size: int) -> np.ndarray:
-    """Return the coordinates of the pixels of a row."""
+def pixel_centers(size: int) -> np.ndarray:
+    """Return the coordinates, in [-1, 1], of the centers of a row's pixels."""
     return ((np.arange(size) + 0.5) / size * 2 - 1).astype(np.float32)
 
 
-def pixels_of(placed: Placed, size: int) -> np.ndarray:
-    """Return how many pixels a unit of the distance table has, where the object is thinnest."""
+def pixels_per_radius(placed: Placed, size: int) -> np.ndarray:
+    """Return how many pixels a unit of the distance table is, along the object's thinner axis."""
     return placed.radius * placed.squeeze * (size / 2)
 
 
-def rim_of(placed: Placed, size: int) -> np.ndarray:
-    """Return the width of the rim in pixels: a sixth of the radius."""
+def rim_width(placed: Placed, size: int) -> np.ndarray:
+    """Return the width of a rim in pixels: about a sixth of the radius."""
     return (placed.radius * (size / 2 * 0.16)).astype(np.float32)
 
 
@@ -156,9 +157,9 @@ def _column(values: np.ndarray) -> np.ndarray:
 
 
 def frame(placed: Placed, scale: np.ndarray | float = 1.0, shift: np.ndarray | None = None) -> list[np.ndarray]:
-    """Return ux, u0, uy, vx, v0, vy of each object, float32: the map from pixels to the cells of its table.
+    """Return float32 ux, u0, uy, vx, v0, vy of each object, which lead from the picture to its table of CELLS x CELLS.
 
-    A pixel at (x, y) is in cell u = ux x + u0 + uy y and v = vx x + v0 + vy y.
+    A pixel at (x, y) lies at u = ux x + u0 + uy y and v = vx x + v0 + vy y.
     """
     cells = CELLS / SPAN
     cos, sin = np.cos(placed.angle), np.sin(placed.angle)
@@ -172,27 +173,29 @@ def frame(placed: Placed, scale: np.ndarray | float = 1.0, shift: np.ndarray | N
 
 
 def _table_coordinates(frame: list[np.ndarray], x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the table coordinates u and v of each pixel, (b, rows, columns) float32."""
+    """Return the table coordinates (u, v) of each pixel, as (b, rows, columns) float32."""
     ux, u0, uy, vx, v0, vy = (column[:, None, None] for column in frame)
     return (ux * x + u0) + uy * y, (vx * x + v0) + vy * y
 
 
 def reach(placed: Placed, size: int) -> np.ndarray:
-    """Return how far from its center an object may color a pixel, (b,); infinite if it is hardly larger than one."""
-    eighths, which = np.unique(np.ceil(8 * 0.5 / pixels_of(placed, size)), return_inverse=True)  # half a pixel in radii
+    """Return (b,) how far from its center an object may color a pixel; infinite where it is hardly larger than one."""
+    eighths, which = np.unique(
+        np.ceil(8 * 0.5 / pixels_per_radius(placed, size)), return_inverse=True
+    )  # half a pixel in radii
     radii = np.array([tables.radii_within(count / 8) for count in eighths.tolist()])[which]
     return placed.radius * np.maximum(placed.squeeze, 1.0) * radii + 2 / size
 
 
-def _cells(coordinate: np.ndarray) -> np.ndarray:
-    """Return whole cells, clipped to the table."""
+def _clamped_cells(coordinate: np.ndarray) -> np.ndarray:
+    """Round down to whole cells, clamped to the table; `coordinate` is overwritten."""
     np.maximum(coordinate, 0, out=coordinate)
     np.minimum(coordinate, CELLS - 1, out=coordinate)
     return coordinate.astype(np.int32)
 
 
 def _coverage(distance: np.ndarray) -> np.ndarray:
-    """Return the share of a pixel inside an outline at this distance, with a soft edge of one pixel."""
+    """Return the share of a pixel inside an outline at this distance: the edge is one pixel soft."""
     cover = 0.5 - distance
     np.maximum(cover, 0, out=cover)
     np.minimum(cover, 1, out=cover)
@@ -209,11 +212,12 @@ _FAR = 99.0  # beyond all pictures and all objects
 
 
 def draw(scenes: Scenes, size: int) -> np.ndarray:
-    """Draw scenes by the fastest way: (B, size, size, 3) uint8."""
+    """Draw with the compiled code if it can be built: (B, size, size, 3) uint8."""
     return draw_compiled(KERNEL.library, scenes, size) if KERNEL.available else draw_plain(scenes, size)
 
 
 def self_test(library: ctypes.CDLL) -> bool:
+    """Tell if the compiled code gives the bytes of the plain one."""
     classes = np.array(compositions("upstream"))[::4]
     scenes = compose(classes, 0, np.arange(len(classes)))
     return all(np.array_equal(draw_compiled(library, scenes, size), draw_plain(scenes, size)) for size in (32, 45))
@@ -222,13 +226,13 @@ def self_test(library: ctypes.CDLL) -> bool:
 def draw_compiled(library: ctypes.CDLL, scenes: Scenes, size: int) -> np.ndarray:
     assert size <= MAX_DRAWN
     layers = [*scenes.pebbles, scenes.object, scenes.companion, *scenes.twigs]
-    arrays = (_scenes(scenes), _placed(join_layers(layers), size), _texture(scenes, size))
+    arrays = (_scenes(scenes), _placed(concatenated(layers), size), _texture(scenes, size))
     numbers = (len(scenes.ground), len(layers), len(scenes.pebbles), size)
-    line, threads = places(size), torch.get_num_threads()
-    workspace = np.empty((threads, 3, size, size), dtype=np.float32)
+    line, threads = pixel_centers(size), torch.get_num_threads()
+    room = np.empty((threads, 3, size, size), dtype=np.float32)
     pictures = np.empty((len(scenes.ground), size, size, 3), dtype=np.uint8)
     grounds = (tables.ground_planes(), len(tables.GROUNDS))
-    rest = (tables.distance_table(), tables.texture_table(), _noise(size), workspace, pictures)
+    rest = (tables.distance_table(), tables.texture_table(), _noise(size), room, pictures)
     call(library.draw, *arrays, *numbers, line, *grounds, *rest, threads=threads)
     return pictures
 
@@ -243,7 +247,7 @@ def _scenes(scenes: Scenes) -> np.ndarray:
 def _placed(placed: Placed, size: int) -> np.ndarray:
     rows = _framed(_PLACED, frame(placed))
     rows["color"], rows["table"] = placed.color, placed.shape
-    rows["pixels"] = pixels_of(placed, size)
+    rows["pixels"] = pixels_per_radius(placed, size)
     span = np.minimum(reach(placed, size), _FAR)
     for name, middle in (("columns", placed.x), ("rows", -placed.y)):
         first, last = ((middle + side * span + 1) * (size / 2) for side in (-1, 1))
@@ -254,7 +258,7 @@ def _placed(placed: Placed, size: int) -> np.ndarray:
 def _texture(scenes: Scenes, size: int) -> np.ndarray:
     rows = _framed(_TEXTURE, frame(scenes.object, scenes.texture_scale, scenes.texture_shift))
     rows["added"] = scenes.second_color - scenes.object.color
-    rows["rim"], rows["table"] = rim_of(scenes.object, size), scenes.texture
+    rows["rim"], rows["table"] = rim_width(scenes.object, size), scenes.texture
     rows["rimmed"] = scenes.texture == RIMMED
     return rows
 
@@ -268,7 +272,7 @@ def _framed(kind: np.dtype, frame: list[np.ndarray]) -> np.ndarray:
 
 @cache
 def _noise(size: int) -> np.ndarray:
-    """Return the noise table followed by its own beginning, so that a row can start anywhere."""
+    """Return the noise table with a row more, the first again: a row of pixels may begin anywhere."""
     return np.resize(tables.noise_table(), len(tables.noise_table()) + size)
 
 

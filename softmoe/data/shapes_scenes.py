@@ -1,14 +1,14 @@
-"""The classes of `shapes`, the scenes that show them, and the sentences that describe a scene.
+"""Define the classes of `shapes`, compose scenes that show them, and write sentences that describe a scene.
 
-A class is a composition: an object (color, texture, its second color, shape), its companion (color, shape) and the
-relation of the two, for example "red and white striped star above blue heart". Each of the 56 pairs of object and
-companion color has seven classes, which differ in texture and shape: 392 in all. 288 are for upstream training; 104 are
-held out as downstream classes, which are never seen upstream, while each of their parts is. Colors are learned within
-seconds, textures and shapes slowly, so that a small model is early above chance and long below the top. A horizontal
-flip keeps all relations, so labels and captions stay true.
+A class is a composition: an object (color, texture, its second color, shape), its companion (color, shape) and how they
+stand to each other, for example "red and white striped star above blue heart". Each of the 56 pairs of object and
+companion color has seven classes, which differ in texture and in shape: 392 in all. 288 are for upstream training; 104
+are held out as downstream classes: none is seen upstream, while each of their parts is. Colors are learned within
+seconds, textures and shapes slowly, so that a small model is early above chance and long below the top. All relations
+survive a horizontal flip: flipping keeps labels and captions true.
 
-The objects, places, colors and light of a scene are drawn from (key, index) alone. The picture is [-1, 1] x [-1, 1]
-with y up, and radii have the same unit, so a scene does not depend on the number of pixels.
+A scene has objects, places, colors and light, drawn from (key, index) alone. Coordinates: the picture is
+[-1, 1] x [-1, 1] with y up; radii are in the same units, so a scene does not depend on the number of pixels.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ RELATIONS = ("above", "below", "beside", "behind")
 COMPANIONS = ("disk", "square", "triangle", "cross", "heart", "hourglass")
 COLOR_NAMES = tuple(COLORS)
 GROUND_NAMES = tuple(GROUNDS)
-PAINTS = COLOR_NAMES[:8]  # colors of objects and companions; white and black are the second colors of textures
+PAINTS = COLOR_NAMES[:8]  # of objects and companions; white and black are the second colors of the textures
 SECONDS = ("white", "black")
-_PER_PAIR = 7  # classes of one pair of colors
+_CLASSES_PER_PAIR = 7  # of colors
 _DOWNSTREAM = 104
 CLASS_SETS = ("upstream", "downstream", "all")
 
 
 class Composition(NamedTuple):
-    """A class, as indices into the tuples above."""
+    """One class, as indices into the tuples above."""
 
     color: int
     second: int
@@ -63,8 +63,8 @@ def compositions(which: str) -> tuple[Composition, ...]:
     rng = np.random.Generator(np.random.Philox(key=2308))
     classes = []
     for color, companion_color in permutations(range(len(PAINTS)), 2):
-        textures = rng.permutation(len(TEXTURE_NAMES))[:_PER_PAIR].tolist()
-        shapes = rng.permutation(len(SHAPES))[:_PER_PAIR].tolist()
+        textures = rng.permutation(len(TEXTURE_NAMES))[:_CLASSES_PER_PAIR].tolist()
+        shapes = rng.permutation(len(SHAPES))[:_CLASSES_PER_PAIR].tolist()
         for texture, shape in zip(textures, shapes, strict=True):
             second, relation, companion = (int(rng.integers(len(x))) for x in (SECONDS, RELATIONS, COMPANIONS))
             classes.append(Composition(color, second, texture, shape, relation, companion_color, companion))
@@ -79,7 +79,7 @@ def compositions(which: str) -> tuple[Composition, ...]:
 
 @dataclass(frozen=True)
 class Words:
-    """The words for one scene that its captions are made of."""
+    """The words that a caption can say of one scene; all of them true of the picture."""
 
     shape: str
     texture: str
@@ -110,7 +110,7 @@ _WITH_ARTICLE = ("texture", "color", "companion", "companion_color")
 
 
 def sentences(words: Words, draw: int, count: int = 2) -> tuple[str, ...]:
-    """Return `count` different sentences about a scene, chosen by the whole number `draw`."""
+    """Write `count` different sentences about a scene, chosen by the whole number `draw`."""
     first = draw % len(_PATTERNS)
     step = 1 + draw // 7 % (len(_PATTERNS) - 1)
     synonyms = _RELATION_WORDS[words.relation]
@@ -130,7 +130,7 @@ def with_article(word: str) -> str:
 
 
 _PEBBLES, _TWIGS = 3, 1
-_OUTSIDE = 9.0  # a coordinate outside of every picture
+_OUTSIDE = 9.0  # a place that no picture shows
 _DRAWS = 96  # uniform numbers a scene may use
 _PALETTE = np.array([tables.COLORS[name] for name in COLOR_NAMES], dtype=np.float32)
 _TWIG_COLORS = np.array([(92, 70, 48), (58, 50, 44), (150, 128, 100), (120, 120, 116)], dtype=np.float32)
@@ -139,7 +139,7 @@ _CENTERED = np.array([centered for _, centered in tables.TEXTURES.values()])
 
 
 def _visible_grounds() -> np.ndarray:
-    """Return the four grounds on which the three colors of a scene are most visible, (colors, colors, colors, 4).
+    """Return (colors, colors, colors, 4): the grounds on which all three colors of a scene stand out most.
 
     A green square on grass would teach nothing.
     """
@@ -155,7 +155,7 @@ _SECOND_COLORS = np.array([COLOR_NAMES.index(name) for name in SECONDS])
 
 @dataclass
 class Placed:
-    """One object in each of B scenes. All arrays are (B,), except `color`, which is (B, 3)."""
+    """One object in each of B scenes. All arrays are (B,) but `color`, (B, 3)."""
 
     shape: np.ndarray
     x: np.ndarray
@@ -168,7 +168,7 @@ class Placed:
 
 @dataclass
 class Scenes:
-    """Everything that B pictures show. Captions name the class and the ground."""
+    """Everything that B pictures show; `ground` is the one thing beside the class that captions name."""
 
     object: Placed
     companion: Placed
@@ -185,9 +185,9 @@ class Scenes:
 
 
 def compose(classes: np.ndarray, key: int, indices: np.ndarray, clutter: float = 1.0) -> Scenes:
-    """Draw scenes for compositions (B, 7) from (key, index) alone.
+    """Compose scenes for classes (B, 7) from random numbers that depend on (key, index) alone.
 
-    `clutter` in [0, 1] scales what makes a scene harder: pebbles, twigs, uneven light and noise.
+    `clutter` in [0, 1] scales all that makes a scene harder: pebbles, twigs, uneven light and noise.
     """
     dice = Dice(uniforms(key, indices, _DRAWS))
     color, second, texture, shape, relation, companion_color, companion = classes.T
@@ -195,7 +195,7 @@ def compose(classes: np.ndarray, key: int, indices: np.ndarray, clutter: float =
     along, across = dice.span(0.85, 1.0) * (big + small), dice.span(-0.35, 0.35)
     side = np.where(dice.span(0, 1) < 0.5, -1.0, 1.0)
     is_ = {name: relation == i for i, name in enumerate(RELATIONS)}
-    # the place of the companion relative to the object: "above" means that the object is above its companion
+    # where the companion is, seen from the object: "above" means that the object is above its companion
     dx = np.select([is_["beside"], is_["behind"]], [side * along, across * 0.4], across)
     dy = np.select([is_["above"], is_["below"], is_["beside"]], [-along, along, across], dice.span(-0.12, 0.12))
     x = _fit(dice, big, small, dx)
@@ -203,8 +203,13 @@ def compose(classes: np.ndarray, key: int, indices: np.ndarray, clutter: float =
     ground = _VISIBLE_GROUNDS[color, _SECOND_COLORS[second], companion_color, dice.pick(4)]
     turn = np.pi / 9
     main = Placed(shape, x, y, big, dice.span(-turn, turn), _jittered(dice, color))
-    beside_it = Placed(
-        _COMPANION_SHAPES[companion], x + dx, y + dy, small, dice.span(-turn, turn), _jittered(dice, companion_color)
+    small_one = Placed(
+        _COMPANION_SHAPES[companion],
+        x + dx,
+        y + dy,
+        small,
+        dice.span(-turn, turn),
+        _jittered(dice, companion_color),
     )
     shift = dice.spans((0, 0), (0.5, 0.5)) * ~_CENTERED[texture][:, None]
     ground_place = dice.spans((0, 0, 0.7), (CELLS, CELLS, 1.3))
@@ -213,7 +218,7 @@ def compose(classes: np.ndarray, key: int, indices: np.ndarray, clutter: float =
     noise = dice.spans((2, 0), (9, 2**16)) * (clutter, 1)
     return Scenes(
         main,
-        beside_it,
+        small_one,
         [_pebble(dice, clutter) for _ in range(_PEBBLES)],
         [_twig(dice, main, clutter) for _ in range(_TWIGS)],
         texture,
@@ -228,7 +233,7 @@ def compose(classes: np.ndarray, key: int, indices: np.ndarray, clutter: float =
 
 
 def _fit(dice: Dice, big: np.ndarray, small: np.ndarray, offset: np.ndarray) -> np.ndarray:
-    """Draw a place for the object such that it and its companion, at `offset` from it, are within the picture."""
+    """Draw a place for the object such that it and its companion, at `offset` from it, lie within the picture."""
     low = np.maximum(-1 + big, -1 + small - offset) - 0.05
     high = np.minimum(1 - big, 1 - small - offset) + 0.05
     middle, half = (low + high) / 2, np.maximum(high - low, 0) / 2
@@ -246,7 +251,7 @@ def _pebble(dice: Dice, clutter: float) -> Placed:
 
 
 def _twig(dice: Dice, main: Placed, clutter: float) -> Placed:
-    """Draw a thin stick that touches the object's edge; half of them are outside the picture, that is, absent."""
+    """Place a thin stick at the object's edge; half of them are put outside the picture, so they are absent."""
     where, present = dice.span(0, 2 * np.pi), dice.span(0, 1) < 0.5 * clutter
     reach = dice.span(0.5, 1.1) * main.radius
     x = np.where(present, main.x + reach * np.cos(where), _OUTSIDE)
@@ -256,8 +261,8 @@ def _twig(dice: Dice, main: Placed, clutter: float) -> Placed:
     return Placed(shape, x, y, dice.span(0.4, 0.7), dice.span(0, np.pi), color, dice.span(0.14, 0.22))
 
 
-def join_layers(layers: list[Placed]) -> Placed:
-    """Concatenate layers of objects: all of the first, then all of the second, and so on."""
+def concatenated(layers: list[Placed]) -> Placed:
+    """Put sets of objects behind each other: all of the first, then all of the second, and so on."""
     if len(layers) == 1:
         return layers[0]
     columns = {f.name: [getattr(one, f.name) for one in layers] for f in fields(Placed)}
@@ -265,12 +270,12 @@ def join_layers(layers: list[Placed]) -> Placed:
     return Placed(**{name: np.concatenate(parts) for name, parts in columns.items()})
 
 
-def select(of: Any, rows: np.ndarray) -> Any:
+def select_rows(of: Any, rows: np.ndarray) -> Any:
     """Return the scenes or objects of some of the pictures."""
     if isinstance(of, np.ndarray):
         return of[rows]
     if isinstance(of, list):
-        return [select(one, rows) for one in of]
+        return [select_rows(one, rows) for one in of]
     if is_dataclass(of):
-        return replace(of, **{f.name: select(getattr(of, f.name), rows) for f in fields(of)})  # pyright: ignore[reportArgumentType]
+        return replace(of, **{f.name: select_rows(getattr(of, f.name), rows) for f in fields(of)})  # pyright: ignore[reportArgumentType]
     return of

@@ -1,7 +1,7 @@
-"""The outlines, textures, grounds and colors of `shapes`, as look-up tables.
+"""Compute the look-up tables from which `shapes` are drawn: signed distances, textures, grounds, colors.
 
-Every outline and texture is evaluated once on a fine grid over [-2, 2) in the object's own coordinates. Drawing is then
-one gather per object whatever its shape, with places, rotations and scales exact to 1/64 of the radius.
+Every outline and pattern is evaluated once on a fine grid over [-2, 2) in the object's own coordinates. Drawing is then
+one gather per object whatever its shape, and sub-pixel placement, rotation and scale stay exact to 1/64 of the radius.
 """
 
 from __future__ import annotations
@@ -50,10 +50,13 @@ def _polygon(points: list[tuple[float, float]]) -> Field:
 
 
 def _regular(sides: int, inner: float | None = None) -> Field:
-    """Return a regular polygon pointing up, or a star with its notches at radius `inner`."""
-    radii = ([1.0] if inner is None else [1.0, inner]) * sides
-    angles = [np.pi / 2 + 2 * np.pi * k / len(radii) for k in range(len(radii))]
-    return _polygon([(r * np.cos(a), r * np.sin(a)) for r, a in zip(radii, angles, strict=True)])
+    """A regular polygon pointing up, or a star with its notches at radius `inner`."""
+    radii = [1.0] if inner is None else [1.0, inner]
+    count = sides * len(radii)
+    angles = [np.pi / 2 + 2 * np.pi * k / count for k in range(count)]
+    return _polygon(
+        [(radii[k % len(radii)] * np.cos(a), radii[k % len(radii)] * np.sin(a)) for k, a in enumerate(angles)]
+    )
 
 
 def _disk(radius: float, cx: float = 0.0, cy: float = 0.0) -> Field:
@@ -61,7 +64,7 @@ def _disk(radius: float, cx: float = 0.0, cy: float = 0.0) -> Field:
 
 
 def _petals(count: int, depth: float, sharp: float) -> Field:
-    """Return a disk whose radius waves `count` times; `sharp` > 0 squares the wave into teeth."""
+    """A disk whose radius waves `count` times; `sharp` > 0 squares the wave into teeth."""
 
     def distance(x: np.ndarray, y: np.ndarray) -> np.ndarray:
         wave = np.cos(count * np.arctan2(x, y))
@@ -81,8 +84,14 @@ def _minus(a: Field, b: Field) -> Field:
 
 
 def _box(cx: float, cy: float, half_width: float, half_height: float) -> Field:
-    corners = ((-1, -1), (1, -1), (1, 1), (-1, 1))
-    return _polygon([(cx + x * half_width, cy + y * half_height) for x, y in corners])
+    return _polygon(
+        [
+            (cx - half_width, cy - half_height),
+            (cx + half_width, cy - half_height),
+            (cx + half_width, cy + half_height),
+            (cx - half_width, cy + half_height),
+        ]
+    )
 
 
 _HEART = _union(
@@ -133,7 +142,7 @@ OUTLINES: dict[str, Field] = {
 
 
 def _wave(t: np.ndarray) -> np.ndarray:
-    """Return a square wave in [0, 1] of period 1, with soft edges so that it does not alias when drawn small."""
+    """A soft-edged square wave in [0, 1] of period 1: soft so that it does not alias when drawn small."""
     return 0.5 + 0.5 * np.tanh(2.5 * np.sin(2 * np.pi * t))
 
 
@@ -148,7 +157,7 @@ def _speckles(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return noise[((y + 2) / cell).astype(int) % 32, ((x + 2) / cell).astype(int) % 32].astype(float)
 
 
-# texture -> (pattern, whether it is fixed to the object's center instead of shifted at random)
+# textures -> (pattern, whether it hangs on the object's center rather than being free to slide)
 TEXTURES: dict[str, tuple[Field, bool]] = {
     "banded": (lambda x, y: _wave(y / _PERIOD), False),
     "striped": (lambda x, y: _wave(x / _PERIOD), False),
@@ -169,14 +178,14 @@ TEXTURES: dict[str, tuple[Field, bool]] = {
 
 
 def _grid(cells: int = CELLS) -> tuple[np.ndarray, np.ndarray]:
-    """Return x and y at the centers of cells, row 0 on top."""
+    """Return x and y of the cell centers, row 0 on top."""
     line = (np.arange(cells) + 0.5) / cells * SPAN - SPAN / 2
     return np.meshgrid(line, -line)
 
 
 @cache
 def distance_table() -> np.ndarray:
-    """Return the signed distances of all outlines in radii, (shapes * CELLS * CELLS,) float32."""
+    """Return (shapes * CELLS * CELLS,) float32 signed distances in radii."""
     x, y = _grid()
     return np.stack([f(x, y) for f in OUTLINES.values()]).astype(np.float32).reshape(-1)
 
@@ -188,18 +197,18 @@ def radii_within(distance: float) -> float:
     near = distance_table().reshape(-1, CELLS, CELLS).min(0) < distance
     if near[[0, -1]].any() or near[:, [0, -1]].any():
         return np.inf
-    return float(np.hypot(x, y)[near].max()) + SPAN / CELLS  # half a cell's diagonal, and something
+    return float(np.hypot(x, y)[near].max()) + SPAN / CELLS  # more than half a cell's diagonal
 
 
 @cache
 def texture_table() -> np.ndarray:
-    """Return the share of the second color in all textures, (textures * CELLS * CELLS,) float32 in [0, 1]."""
+    """Return (textures * CELLS * CELLS,) float32 in [0, 1]: the share of the second color."""
     x, y = _grid()
     return np.stack([f(x, y) for f, _ in TEXTURES.values()]).astype(np.float32).reshape(-1)
 
 
 def _smooth_noise(rng: np.random.Generator, sigma_y: float, sigma_x: float) -> np.ndarray:
-    """Return periodic Gaussian noise of unit variance, blurred in frequency space so that it tiles."""
+    """Draw periodic Gaussian noise of unit variance, blurred in frequency space so that it tiles."""
     fy, fx = np.meshgrid(np.fft.fftfreq(CELLS), np.fft.rfftfreq(CELLS), indexing="ij")
     low = np.exp(-2 * np.pi**2 * ((sigma_y * fy) ** 2 + (sigma_x * fx) ** 2))
     noise = np.fft.irfft2(np.fft.rfft2(rng.standard_normal((CELLS, CELLS))) * low, s=(CELLS, CELLS))
@@ -212,7 +221,7 @@ def _bricks() -> np.ndarray:
     return np.where((row % 16 < 3) | (shifted % 32 < 3), 1.0, 0.0)
 
 
-# ground -> (dark color, light color, blur of its noise in table cells, down and across)
+# ground -> (dark color, light color, blur down and across of its grain in table cells)
 GROUNDS: dict[str, tuple[tuple[int, int, int], tuple[int, int, int], float, float]] = {
     "grass": ((38, 88, 30), (112, 158, 66), 9, 2),
     "sand": ((186, 158, 104), (226, 202, 150), 3, 3),
@@ -227,7 +236,7 @@ GROUNDS: dict[str, tuple[tuple[int, int, int], tuple[int, int, int], float, floa
 
 @cache
 def ground_planes() -> np.ndarray:
-    """Return the colors of all grounds, (3, grounds * CELLS * CELLS) float32 RGB in 0..255, tileable."""
+    """Return (3, grounds * CELLS * CELLS) float32 RGB in 0..255, tileable."""
     rng = np.random.Generator(np.random.Philox(key=7))
     pictures = []
     for name, (dark, light, down, across) in GROUNDS.items():
@@ -247,6 +256,6 @@ def noise_table() -> np.ndarray:
 
 @cache
 def noise_windows(length: int) -> np.ndarray:
-    """Return a view of all windows of the periodic noise table, (2**16, length)."""
+    """Return (2**16, length), a view: all windows of the table, which begins again after its end."""
     table = noise_table()
     return np.lib.stride_tricks.sliding_window_view(np.resize(table, len(table) + length - 1), length)

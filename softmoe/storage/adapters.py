@@ -1,7 +1,7 @@
-"""Save a model as what differs from another saved model, its base, and put the two together again.
+"""Save only those weights of a model that its base, another saved model, does not have; load both as one model.
 
     save_adapters(model, "adapters", base="models/vit")     a folder like any saved model's, but small
-    from_pretrained("adapters")                             reads both; ValueError if the base is another by now
+    from_pretrained("adapters")                             reads both; ValueError if the base has changed
 
 The folder says in config.json (provenance.base) where the base lies and the fingerprint of its weights. A base that
 moved is also looked for beside the folder, under its own name.
@@ -30,7 +30,7 @@ def dense_name(name: str) -> str:
 
 @torch.no_grad()
 def inherited(model: VisionTransformer, base: VisionTransformer) -> dict[str, Tensor]:
-    """Return what `model` takes over from `base`, by its own names: all but the head and what the base does not have.
+    """Return the weights that `model` takes over from `base`, by its own names: all but the head that both have.
 
     Positions are resampled to the model's grid. `model` may be on the meta device.
     """
@@ -45,7 +45,7 @@ def inherited(model: VisionTransformer, base: VisionTransformer) -> dict[str, Te
 
 
 def facts_of_base(where: str | Path) -> dict[str, str]:
-    """Return what an adapter folder says of its base: where it lies and the fingerprint of its weights."""
+    """Return the facts by which an adapter folder names its base: where it lies and its weights' fingerprint."""
     saved = open_saved(where)
     if "base" in saved.provenance:
         raise ValueError(f"{where} holds adapters itself: give its base, {saved.provenance['base']['where']}")
@@ -54,7 +54,7 @@ def facts_of_base(where: str | Path) -> dict[str, str]:
 
 
 def open_base(saved: SavedModel) -> SavedModel | None:
-    """Find the base of a folder of adapters; None for any other saved model. ValueError if it is not the right one."""
+    """Open the base of a folder of adapters; None for any other saved model. ValueError if it is not the right one."""
     facts = saved.provenance.get("base")
     if facts is None:
         return None

@@ -1,6 +1,6 @@
-"""Saved models on the Hugging Face Hub, and the card (README.md) by which they are known there.
+"""Download and upload saved models on the Hugging Face Hub, and write their model card (README.md).
 
-The Hub needs the extra `hub`; everything else works without it. A card is made from a model's facts and nothing else.
+Only the Hub needs the extra `hub`; a card is made from config.json and nothing else.
 """
 
 import difflib
@@ -16,13 +16,13 @@ from softmoe.storage.files import first_line, flatten
 if TYPE_CHECKING:  # it imports this module
     from softmoe.storage.saved import SavedModel
 
-_LISTED = 20  # class names shown
+_MAX_CLASSES = 20  # names listed on a card
 _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _FILES = ["*config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer.*"]  # never a pickle
 
 
 def is_id(text: str) -> bool:
-    """Tell if this may be the id of a model on the Hub: user/name."""
+    """Tell if a text has the form of a model's id on the Hub: user/name."""
     return _ID.fullmatch(text) is not None
 
 
@@ -49,7 +49,7 @@ def download(name: str, revision: str | None = None) -> Path:
 
 
 def upload(folder: str | Path, name: str, *, private: bool = False) -> str:
-    """Put a saved model on the Hub under `user/name`; returns its address."""
+    """Put a saved model on the Hub under `user/name` and return its address."""
     from softmoe.storage.saved import is_saved, open_saved
 
     if not is_saved(Path(folder)):
@@ -68,14 +68,19 @@ def upload(folder: str | Path, name: str, *, private: bool = False) -> str:
 
 
 def _card_for(saved: "SavedModel", name: str) -> str:
-    """Return the folder's card, as its owner may have changed it, with the name by which others will call the model."""
+    """Return the folder's card, with the changes of its owner, under the name that the model has on the Hub."""
     text = (saved.folder / "README.md").read_text("utf-8")
-    return text.replace(_use(saved), _use(saved, name)).replace(f"# {_title(saved)}\n", f"# {name.split('/')[-1]}\n", 1)
+    return text.replace(_usage(saved), _usage(saved, name)).replace(
+        f"# {_title(saved)}\n", f"# {name.split('/')[-1]}\n", 1
+    )
 
 
 def push_to_hub(model: Any, name: str, *, private: bool = False, **facts: Any) -> str:
-    """Save a model with its card and put it on the Hub under `user/name`; `facts` are those of save_pretrained
-    (classes, preprocessing, provenance). Returns its address; `softmoe.from_pretrained(name)` reads it back."""
+    """Save a model with its card, put it on the Hub under `user/name` and return its address.
+
+    `facts` are options of save_pretrained (classes, preprocessing, provenance). `softmoe.from_pretrained(name)` reads
+    the model back.
+    """
     from softmoe.storage.pretrained import save_pretrained
 
     with tempfile.TemporaryDirectory() as folder:
@@ -85,6 +90,7 @@ def push_to_hub(model: Any, name: str, *, private: bool = False, **facts: Any) -
 
 
 def _api(purpose: str) -> Any:
+    """Import huggingface_hub, or say what it is needed for."""
     try:
         import huggingface_hub
     except ImportError as error:
@@ -93,6 +99,7 @@ def _api(purpose: str) -> Any:
 
 
 def model_card(saved: "SavedModel", parameters: int) -> str:
+    """Write the README.md of a saved model with so many parameters."""
     config, p = saved.config, saved.preprocessing
     kind = "a dense vision transformer"
     rows: dict[str, Any] = {
@@ -127,20 +134,24 @@ def model_card(saved: "SavedModel", parameters: int) -> str:
         "---\nlibrary_name: softmoe\npipeline_tag: "
         + _task(saved)
         + "\ntags: [softmoe, vision-transformer, mixture-of-experts]"
-        + _index(saved)
+        + _model_index(saved)
         + "\n---",
         f"# {_title(saved)}",
         f"This is {kind}, saved by softmoe.",
         _table(rows),
         "## Use",
-        _use(saved),
+        _usage(saved),
         f"Images: {preprocessing}",
         "## Where it comes from",
         _table(flatten(saved.provenance)),
     ]
     if saved.classes:
-        shown = ", ".join(saved.classes[:_LISTED])
-        more = f", and {len(saved.classes) - _LISTED} more in config.json" if len(saved.classes) > _LISTED else ""
+        shown = ", ".join(saved.classes[:_MAX_CLASSES])
+        more = (
+            f", and {len(saved.classes) - _MAX_CLASSES} more in config.json"
+            if len(saved.classes) > _MAX_CLASSES
+            else ""
+        )
         sections += ["## Classes", f"{shown}{more}."]
     files = {name: f"{facts.bytes:,} bytes, SHA-256 `{facts.sha256}`" for name, facts in saved.files.items()}
     sections += ["## Files", _table(files)]
@@ -159,8 +170,8 @@ def _task(saved: "SavedModel") -> str:
     return "image-feature-extraction" if saved.config.num_classes is None else "image-classification"
 
 
-def _index(saved: "SavedModel") -> str:
-    """Write what the model was evaluated to in the form that the Hub shows as its results (JSON is YAML too)."""
+def _model_index(saved: "SavedModel") -> str:
+    """Write the evaluation results in the form that the Hub shows beside a model (JSON is YAML too)."""
     results, data = saved.provenance.get("results"), str(saved.provenance.get("recipe_data", "unknown"))
     if not isinstance(results, dict) or not results:
         return ""
@@ -172,7 +183,8 @@ def _index(saved: "SavedModel") -> str:
     return "\nmodel-index: " + json.dumps([{"name": _title(saved), "results": [result]}])
 
 
-def _use(saved: "SavedModel", name: str | None = None) -> str:
+def _usage(saved: "SavedModel", name: str | None = None) -> str:
+    """Write how to load and try the model under its name, by default its folder's."""
     name = name or saved.folder.name
     python = f'import softmoe\n\nmodel = softmoe.from_pretrained("{name}")'
     shell = f"softmoe predict {name} IMAGES..."

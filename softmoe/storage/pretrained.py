@@ -41,7 +41,7 @@ from softmoe.storage.weights import (
     write_weights,
 )
 
-_OURS = ("config.json", "README.md", INDEX, "eval.json", "fewshot.json", *TOKENIZER_FILES)
+_KNOWN_FILES = ("config.json", "README.md", INDEX, "eval.json", "fewshot.json", *TOKENIZER_FILES)
 _BLOCK = re.compile(r"(image\.|text\.|)encoder\.blocks\.(\d+)\.")
 Model = VisionTransformer | TwoTower
 
@@ -59,7 +59,7 @@ def save_pretrained(
     """Write model.safetensors (or shards), config.json and README.md into `folder`, all or nothing.
 
     `preprocessing` is how evaluation images are made (None: the model's size, central crop); `provenance` is
-    whatever should be known of the model's making: run, step, data fingerprint, results. Two towers need their
+    whatever should be known of how the model was made: run, step, data fingerprint, results. Two towers need their
     `tokenizer`. A folder that holds a saved model is replaced; one that holds anything else is refused.
     """
     plain = unwrap(model)
@@ -92,11 +92,11 @@ def save_tensors(
 ) -> SavedModel:
     """Save weights that come one by one, as `save_pretrained` does: `get(name)` is called once for each of `specs`.
 
-    So a model larger than the memory can be written, if its tensors can be made in turn. `rest` are names that are
-    left out, for a base has them.
+    So a model larger than the memory can be written, if its tensors can be made in turn. `rest` are names that may be
+    missing, because a base has them.
     """
     target = Path(folder).expanduser()
-    refuse_strangers(target)
+    refuse_other_files(target)
     config, towers = split_architecture(architecture)
     if (tokenizer is None) != (towers is None):
         raise ValueError("two towers are saved with their tokenizer, and a model for images alone has none")
@@ -160,8 +160,7 @@ def from_pretrained(
 def load_saved(
     saved: SavedModel, device: str | torch.device = "cpu", *, dtype: torch.dtype | None = None, verify: bool = True
 ) -> VisionTransformer:
-    """Load the model itself, of two towers the image tower. ValueError, saying what is wrong, unless everything is as
-    config.json says."""
+    """Load the model that was opened, of two towers the image tower. ValueError if the files and config.json differ."""
     model = load_whole(saved, device, dtype=dtype, verify=verify)
     return model.image if isinstance(model, TwoTower) else model
 
@@ -178,6 +177,7 @@ def load_two_tower(
 
 
 def load_whole(saved: SavedModel, device: str | torch.device, *, dtype: torch.dtype | None, verify: bool) -> Model:
+    """Load all of a saved model: one tower or both."""
     place = choose_device(str(device))
     check_files(saved.folder, saved.files, hashes=verify)
     base = open_base(saved)
@@ -208,11 +208,12 @@ def load_whole(saved: SavedModel, device: str | torch.device, *, dtype: torch.dt
 
 
 def construct(architecture: Architecture) -> Model:
-    """Make a fresh model."""
+    """Build a model with fresh weights."""
     return TwoTower(architecture) if isinstance(architecture, TwoTowerConfig) else VisionTransformer(architecture)
 
 
 def build_empty(saved: SavedModel) -> Model:
+    """Build the model on the meta device: shapes without memory."""
     try:
         with torch.device("meta"):
             return construct(saved.architecture)
@@ -221,8 +222,10 @@ def build_empty(saved: SavedModel) -> Model:
 
 
 def check_weights(saved: SavedModel, model: nn.Module, weights: WeightFiles, rest: Collection[str]) -> dict[str, Spec]:
-    """Read types and shapes in the files. ValueError unless the index, config.json and the files tell the same of
-    architecture, names, shapes and types; `model` is on the meta device, so none of it has cost memory."""
+    """Read types and shapes from the files. ValueError unless index, config.json and files agree on them.
+
+    They must agree on architecture, names, shapes and types. `model` is on the meta device: no memory is used yet.
+    """
     folder = saved.folder
     if len(saved.files) > 1:
         index = read_json(folder / INDEX)
@@ -247,7 +250,7 @@ def check_weights(saved: SavedModel, model: nn.Module, weights: WeightFiles, res
 
 
 def check_depth(architecture: Architecture, names: Iterable[str], failed: str) -> None:
-    """ValueError unless there are as many blocks as config.json says: building a model takes time for each of them."""
+    """Raise a ValueError unless there are as many blocks as config.json says: each takes time to build."""
     towers = (
         {"image.": architecture.image, "text.": architecture.text}
         if isinstance(architecture, TwoTowerConfig)
@@ -260,7 +263,7 @@ def check_depth(architecture: Architecture, names: Iterable[str], failed: str) -
 
 
 def check_specs(model: nn.Module, specs: Mapping[str, Spec], failed: str, rest: Collection[str] = ()) -> None:
-    """ValueError unless names and shapes are exactly the model's but for `rest`, all of floating type."""
+    """Raise a ValueError unless names and shapes are exactly the model's, all floating-point; `rest` may be missing."""
     wanted = model.state_dict()
     missing, extra = sorted(wanted.keys() - specs.keys() - set(rest)), sorted(specs.keys() - wanted.keys())
     if missing or extra:
@@ -275,7 +278,7 @@ def check_specs(model: nn.Module, specs: Mapping[str, Spec], failed: str, rest: 
 
 
 def fill_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Make what is computed and not stored (the table of sincos positions) real, on `device`."""
+    """Compute the buffers that are not stored (the table of sincos positions), on `device`."""
     stored = model.state_dict().keys()
     for path, module in model.named_modules():
         names = [name for name, _ in module.named_buffers(path, recurse=False) if name not in stored]
@@ -290,7 +293,7 @@ def fill_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | No
 
 
 def first_difference(left: Any, right: Any, path: str = "") -> str | None:
-    """Find the first key in which two nested objects differ. Keys that only a newer version knows do not count."""
+    """Find the first key in which two nested objects differ; a key that one of them lacks does not count."""
     if not isinstance(left, dict) or not isinstance(right, dict):
         return path if left != right else None
     for key in (key for key in left if key in right):
@@ -301,6 +304,7 @@ def first_difference(left: Any, right: Any, path: str = "") -> str | None:
 
 
 def look_up(values: Any, path: str) -> Any:
+    """Return the value at a path such as `text.width`."""
     for key in path.split("."):
         values = values[key]
     return values
@@ -323,8 +327,8 @@ def unwrap(model: nn.Module) -> Model:
     return plain
 
 
-def refuse_strangers(target: Path) -> None:
-    """Overwriting may only ever cost a saved model, and nothing a user put beside it."""
+def refuse_other_files(target: Path) -> None:
+    """Raise a ValueError if writing to this folder would replace anything but a saved model."""
     if not target.name:
         raise ValueError(f"{target} is not the name of a folder")
     if not target.exists():
@@ -336,6 +340,6 @@ def refuse_strangers(target: Path) -> None:
         return
     if not is_saved(target):
         raise ValueError(f"{target} exists and is not a saved model (it holds {inside[0]}); give another folder")
-    strangers = [name for name in inside if name not in _OURS and not name.endswith(".safetensors")]
+    strangers = [name for name in inside if name not in _KNOWN_FILES and not name.endswith(".safetensors")]
     if strangers:
         raise ValueError(f"{target} holds a saved model but also {strangers[0]}, which would be lost; move it away")

@@ -1,11 +1,11 @@
-"""Read a saved model's config.json strictly, and find out where MODEL arguments lead.
+"""Read a saved model's config.json strictly, and find the folder that a MODEL argument means.
 
     FOLDER/config.json             format, kind, architecture, preprocessing, classes, provenance, weights
     FOLDER/model.safetensors       or model-00001-of-0000N.safetensors with model.safetensors.index.json
-    FOLDER/tokenizer.json          or tokenizer.model: of two towers, how their texts become numbers
+    FOLDER/tokenizer.json          or tokenizer.model, of two towers: texts -> token numbers
     FOLDER/README.md               the model card
 
-A training checkpoint (runs/NAME/checkpoints/step_...) is read as well; it has a manifest.json instead of facts.
+A training checkpoint (runs/NAME/checkpoints/step_...) is read as well; its facts are in manifest.json and state.json.
 """
 
 import hashlib
@@ -62,7 +62,7 @@ class Preprocessing:
 
 
 def parse_preprocessing(values: Mapping[str, Any], *, complete: bool = False) -> Preprocessing:
-    """Read preprocessing from a table; that of a file must be `complete`, for nobody can ask what was meant."""
+    """Read preprocessing from a table; one from a file must be `complete`, so that no default is guessed."""
     names = [f.name for f in fields(Preprocessing)]
     check_keys(values, names, "preprocessing.")
     for name in names if complete else names[:1]:
@@ -95,7 +95,7 @@ _MOST_POSITIONS = 1 << 26  # numbers in a table of positions that is computed, n
 
 @dataclass(frozen=True)
 class TokenizerFile:
-    """The tokenizer that belongs to a text tower, as it is kept: softmoe.data.Tokenizer reads it."""
+    """The file of the tokenizer that belongs to a text tower; softmoe.data.Tokenizer reads it."""
 
     name: str
     """tokenizer.json (of the package tokenizers) or tokenizer.model (SentencePiece)"""
@@ -110,7 +110,7 @@ class TokenizerFile:
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A saved model as its config.json tells, without the weights."""
+    """A saved model as its config.json describes it, without the weights."""
 
     folder: Path
     config: ViTConfig
@@ -130,12 +130,9 @@ class SavedModel:
         return self.towers or self.config
 
     def to_dict(self) -> dict[str, Any]:
-        """The contents of config.json."""
-        tokenizer = self.tokenizer and {
-            "file": self.tokenizer.name,
-            "lower": self.tokenizer.lower,
-            **asdict(self.tokenizer.facts),
-        }
+        """Return the contents of config.json."""
+        t = self.tokenizer
+        tokenizer = t and {"file": t.name, "lower": t.lower, **asdict(t.facts)}
         return {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
@@ -150,13 +147,13 @@ class SavedModel:
 
     @property
     def fingerprint(self) -> str:
-        """A text that only models of equal architecture and weights have in common, wherever they lie."""
-        said = {"architecture": self.architecture.to_dict(), "files": {n: f.sha256 for n, f in self.files.items()}}
-        return hashlib.blake2b(json.dumps(said, sort_keys=True).encode(), digest_size=12).hexdigest()
+        """Return a hash of architecture and weights: equal for equal models, wherever they lie."""
+        facts = {"architecture": self.architecture.to_dict(), "files": {n: f.sha256 for n, f in self.files.items()}}
+        return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=12).hexdigest()
 
 
 def open_saved(where: str | Path, *, revision: str | None = None) -> SavedModel:
-    """Open the saved model that `where` leads to: its folder, a run's folder, a checkpoint, or a Hub id (user/name).
+    """Open the saved model at `where`: its folder, a run's folder, a checkpoint, or a Hub id (user/name).
 
     Of a run: its exported model/ if there is one, else the best checkpoint, else the last. `demo`, where there is no
     folder of that name, is the small model that comes inside the package.
@@ -191,7 +188,7 @@ def is_saved(folder: Path) -> bool:
 
 
 def read_saved(folder: Path) -> SavedModel:
-    """Parse config.json. ValueError for anything in it that is not known or not as it must be."""
+    """Read config.json. ValueError for an unknown or missing key and for a value that is not valid."""
     path = folder / "config.json"
     values = read_json(path)
     if not isinstance(values, dict) or values.get("format") != FORMAT:
@@ -274,7 +271,7 @@ def parse_architecture(values: Mapping[str, Any]) -> Architecture:
 
 
 def check_numbers(values: Mapping[str, Any], path: str) -> None:
-    """ValueError for a number that no model has, before anything is built of it."""
+    """Raise a ValueError for a number that no model has, before anything is built with it."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             check_numbers(value, f"{path}.{key}")
@@ -288,7 +285,7 @@ def check_numbers(values: Mapping[str, Any], path: str) -> None:
 
 
 def check_fields(values: Mapping[str, Any], kind: type[ViTConfig] | type[TextConfig], path: str) -> None:
-    """ValueError for keys and types that are not those of this config, or of its router's."""
+    """Raise a ValueError for a key or a type that this config, or its router's, does not have."""
     check_keys(values, [f.name for f in fields(kind)], path)
     check_types(values, get_type_hints(kind), path, but=("moe",))
     if values.get("moe") is not None:
@@ -300,6 +297,7 @@ def check_fields(values: Mapping[str, Any], kind: type[ViTConfig] | type[TextCon
 
 
 def check_types(values: Mapping[str, Any], hints: Mapping[str, Any], path: str, but: tuple[str, ...]) -> None:
+    """Raise a ValueError for a value of another type than its hint, except for the keys `but`."""
     for key, value in values.items():
         if key not in but:
             convert(hints[key], value, path + key)
@@ -332,6 +330,7 @@ def read_tokenizer(folder: Path, values: Mapping[str, Any]) -> TokenizerFile:
 
 
 def tokenizer_of_run(run: Path, lower: bool) -> TokenizerFile:
+    """Read the tokenizer that a training run keeps in its folder."""
     for name in TOKENIZER_FILES:
         if (run / name).is_file():
             return TokenizerFile(name, (run / name).read_bytes(), lower)

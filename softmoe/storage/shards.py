@@ -1,8 +1,8 @@
-"""Tensors that many ranks write and read together, by torch.distributed.checkpoint: every rank its own parts.
+"""Write and read tensors with many ranks, each its own parts, by torch.distributed.checkpoint.
 
 A set of tensors is a folder of safetensors files, one per rank, each with the place of its parts in the whole; nothing
-is pickled. Read back on any mesh, or by one process without any; a single safetensors file is read the same way, so a
-run may go from one process to many and back.
+is pickled. It can be read on any mesh, or by one process; a single safetensors file is read the same way, so a run may
+go from one process to many and back.
 
 The ranks write into a hidden folder; when all of them are done, rank 0 writes the manifest and renames it. A rank that
 dies before that leaves the last checkpoint as it was.
@@ -61,11 +61,11 @@ def write_sharded(
         put_in_place(partial, target)
 
     try:
-        together(partial_of(empty_folder, partial) if rank == 0 else None, group)
+        on_all_ranks(partial_of(empty_folder, partial) if rank == 0 else None, group)
         for name in tensors:
-            together(partial_of(write, name), group)
+            on_all_ranks(partial_of(write, name), group)
         gathered = gather(mine, group)
-        together(finish if rank == 0 else None, group)
+        on_all_ranks(finish if rank == 0 else None, group)
     except OSError:
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -96,7 +96,7 @@ Shape = tuple[int, ...]
 
 
 def check_cover(name: str, parts: list[tuple[Shape, Shape]], shape: Shape, place: Path) -> None:
-    """ValueError unless the parts (offset, size) fill the whole tensor: what no part has would stay zero."""
+    """Raise a ValueError unless the parts (offset, size) fill the tensor: what no part holds would stay zero."""
     for start, size in parts:
         if any(s < 0 or n < 0 or s + n > full for s, n, full in zip(start, size, shape, strict=True)):
             raise ValueError(f"{place}: a part of {name} lies outside of its shape {list(shape)}")
@@ -110,7 +110,7 @@ def check_cover(name: str, parts: list[tuple[Shape, Shape]], shape: Shape, place
 def read_parts(
     place: Path, targets: Mapping[str, Tensor], group: dist.ProcessGroup | None = None, *, alone: bool = False
 ) -> None:
-    """Fill `targets` in place, each rank its own parts; `alone` is this process without the others."""
+    """Fill `targets` in place, each rank its own parts; with `alone` this process reads without the other ranks."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # alone is what is meant
         dcp.load(  # pyright: ignore[reportPrivateImportUsage]
@@ -139,21 +139,23 @@ def save_parts(place: Path, config: ViTConfig | TwoTowerConfig, folder: str | Pa
 
 
 def shared_read(read: Callable[[int, int], Value], group: dist.ProcessGroup | None, kind: type[Exception]) -> Value:
-    """Return what `read(rank, world)` gives; if it fails on any rank, `kind` is raised on all."""
+    """Call `read(rank, world)` on all ranks and return its result; if it fails on any rank, raise `kind` on all."""
     found: list[Value] = []
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    together(lambda: found.append(read(rank, world)), group, kind)
+    on_all_ranks(lambda: found.append(read(rank, world)), group, kind)
     return found[0]
 
 
-def together(work: Callable[[], None] | None, group: dist.ProcessGroup | None, kind: type[Exception] = OSError) -> None:
-    """Do the work (None: nothing) and wait for the others; if it failed on any rank, `kind` is raised on all."""
+def on_all_ranks(
+    work: Callable[[], None] | None, group: dist.ProcessGroup | None, kind: type[Exception] = OSError
+) -> None:
+    """Do this rank's work, if any, and wait for the others; if it failed on any rank, raise `kind` on all."""
     error = None
     try:
         if work is not None:
             work()
     except (Exception, CheckpointException) as caught:  # the latter is no Exception
-        error = one_line(caught)
+        error = error_line(caught)
     failed = {rank: text for rank, text in enumerate(gather(error, group)) if text}
     if failed:
         rank, text = next(iter(failed.items()))
@@ -167,15 +169,15 @@ def gather(value: Value, group: dist.ProcessGroup | None) -> list[Value]:
     return values
 
 
-def one_line(error: BaseException) -> str:
-    """Return the first line of an error's text; that of its cause if a distributed save failed."""
+def error_line(error: BaseException) -> str:
+    """Return the first line of an error's text; for a failed distributed save, of its cause."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return first_line(error)
 
 
 class _OneFile(FileSystem):
-    """A folder in which only one file is seen."""
+    """A file system that lists one file whatever folder is asked for."""
 
     def __init__(self, file: Path):
         super().__init__()
@@ -186,6 +188,7 @@ class _OneFile(FileSystem):
 
 
 def _reader(place: Path) -> HuggingFaceStorageReader:
+    """Open a folder of parts, or one safetensors file."""
     if place.is_dir():
         return HuggingFaceStorageReader(str(place))
     if not place.is_file():

@@ -1,4 +1,4 @@
-"""The checkpoints of one run: written in the background, the newest whole one found again, the rest pruned."""
+"""Keep the checkpoints of one run: write them in the background, find the newest whole one, remove the rest."""
 
 import shutil
 import threading
@@ -21,6 +21,8 @@ from softmoe.storage.files import PARTIAL, first_line, point_link, remove_folder
 
 @dataclass(frozen=True)
 class CheckpointSection:
+    """How often a run is saved, and which checkpoints are kept."""
+
     every: int = 1000
     keep_last: int = 2
     keep_every: int | None = None
@@ -31,11 +33,11 @@ class CheckpointSection:
 
 
 class CheckpointStore:
-    """The checkpoints of one run. One write at a time; `report` gets a line for everything that went wrong.
+    """The checkpoints of one run, written one at a time; `report` gets a line for everything that went wrong.
 
-    Of many processes each has a store with the groups `talk` and `saving` (writes run beside the training, so they have
-    a group of their own), and all but `steps` and `path` are called by all of them, in the same order; rank 0 keeps the
-    folder in order.
+    With many processes each has a store with the groups `talk` and `saving` (writes run beside the training, so they
+    have a group of their own). All of them call each method but `steps` and `path`, in the same order; rank 0 sets the
+    links and removes old checkpoints.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class CheckpointStore:
         self._writer.start()
 
     def wait(self) -> None:
+        """Wait until the write in the background, if any, is done."""
         if self._writer is not None:
             self._writer.join()
             self._writer = None
@@ -86,7 +89,7 @@ class CheckpointStore:
         """Find the newest checkpoint that is whole. Broken ones are reported and put aside; None for a new run."""
         if self._leads:
             self.sweep()
-        steps = self._same(self.steps())
+        steps = self._from_rank_0(self.steps())
         for step in reversed(steps):
             try:
                 found = read_checkpoint(self.path(step), self._talk)
@@ -94,7 +97,7 @@ class CheckpointStore:
                 if self._leads:
                     aside = self._put_aside(step)
                     self.report(f"broken checkpoint: {error}; put aside as {aside}, trying the one before")
-                self._same(None)
+                self._from_rank_0(None)  # wait until it is put aside
                 continue
             self.last_good = step
             return found
@@ -106,12 +109,12 @@ class CheckpointStore:
         return None
 
     def sweep(self) -> None:
-        """Remove what a killed process left half written."""
+        """Remove folders that a killed process left half written."""
         for partial in self.folder.glob(f"{PARTIAL}*"):
             shutil.rmtree(partial, ignore_errors=True)
 
-    def _same(self, value: Any) -> Any:
-        """Return rank 0's value, when all have come here."""
+    def _from_rank_0(self, value: Any) -> Any:
+        """Return rank 0's value once all ranks have called this."""
         if self._talk is None:
             return value
         from softmoe.storage.shards import gather  # slow to import
@@ -125,7 +128,7 @@ class CheckpointStore:
 
     def _write(self, snapshot: Snapshot, best: int | None) -> None:
         try:
-            self.spoiled = not self._put(snapshot)
+            self.spoiled = not self._write_if_finite(snapshot)
         except OSError as error:
             self.failed_saves += 1
             kept = "no checkpoint yet" if self.last_good is None else f"the last good one is of step {self.last_good}"
@@ -136,9 +139,9 @@ class CheckpointStore:
             return
         self.last_good = snapshot.step
         if self._leads:
-            self._put_in_order(snapshot.step, best)
+            self._link_and_prune(snapshot.step, best)
 
-    def _put(self, snapshot: Snapshot) -> bool:
+    def _write_if_finite(self, snapshot: Snapshot) -> bool:
         """Write a snapshot; False, and nothing is written, if its weights turn out not to be finite."""
         try:
             if snapshot.ready is not None and not snapshot.ready():
@@ -150,7 +153,7 @@ class CheckpointStore:
                 raise
             raise OSError(first_line(error)) from error  # the others are gone; training will see it
 
-    def _put_in_order(self, step: int, best: int | None) -> None:
+    def _link_and_prune(self, step: int, best: int | None) -> None:
         try:
             point_link(self.folder / "last", step_name(step))
             if best is not None and best in self.steps():

@@ -1,4 +1,4 @@
-"""Weight files: safetensors, in one piece or in shards, written and read one tensor at a time.
+"""Write and read weight files one tensor at a time: safetensors, in one piece or in shards.
 
 Writing streams: a tensor is fetched, written and hashed, then let go, so saving a model costs no second copy of it.
 Reading maps the files into memory: nothing is copied until it is used. Nothing here can read a pickle.
@@ -22,8 +22,8 @@ from softmoe.storage.files import FileFacts, check_keys, first_line, sha256, wri
 
 SHARD_BYTES = 4 * 10**9
 ALIGNMENT = 64
-"""Bytes. Products of matrices at other addresses are slower and end in other last bits than before saving. So files
-begin with the tensors that fill whole multiples, and the few others (scalars, small biases) are copied on loading."""
+"""In bytes. Matrix products at other addresses are slower and differ in their last bits from those before saving. So
+files begin with the tensors that fill whole multiples; the few others (scalars, small biases) are copied on loading."""
 INDEX = "model.safetensors.index.json"
 FILE_NAME = re.compile(r"(model|ema)(-\d{5}-of-\d{5})?\.safetensors")
 _CODES = {
@@ -43,7 +43,7 @@ _PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")  
 
 @dataclass(frozen=True)
 class Spec:
-    """Type and shape of a tensor, known before it is there."""
+    """The type and the shape of a tensor, known before its values are."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -65,7 +65,7 @@ def write_weights(
     metadata: Mapping[str, str],
     max_shard_bytes: int = SHARD_BYTES,
 ) -> dict[str, FileFacts]:
-    """Write `get(name)` for every name, in one file, or in shards with an index if they are larger than allowed."""
+    """Write `get(name)` for every name into one file, or into shards with an index if that would be too large."""
     shards = plan_shards(specs, max_shard_bytes)
     if len(shards) == 1:
         files = {"model.safetensors": shards[0]}
@@ -84,7 +84,7 @@ def write_weights(
 
 
 def plan_shards(specs: Mapping[str, Spec], max_bytes: int) -> list[list[str]]:
-    """Names in order, cut where the next would not fit. A tensor that is too large alone has a shard to itself."""
+    """Divide the names, in order, into shards that fit. A tensor that is too large by itself gets its own shard."""
     if max_bytes < 1:
         raise ValueError(f"max_shard_bytes must be at least 1, got {max_bytes}")
     shards: list[list[str]] = [[]]
@@ -99,7 +99,7 @@ def plan_shards(specs: Mapping[str, Spec], max_bytes: int) -> list[list[str]]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileFacts:
-    """Write one safetensors file of tensors that are there already."""
+    """Write one safetensors file of tensors in memory."""
     return _write_file(path, {name: Spec.of(tensor) for name, tensor in tensors.items()}, tensors.__getitem__, {})
 
 
@@ -132,7 +132,7 @@ def _write_file(
 
 
 def check_same(found: Mapping[str, Spec], expected: Mapping[str, Spec], where: str) -> None:
-    """ValueError, in one sentence that names what differs first, unless names, shapes and types are the same."""
+    """Raise a ValueError that names the first difference unless names, shapes and types are the same."""
     for name in expected:
         if name not in found:
             raise ValueError(f"{where} is of another model: it has no {name}, which this one needs")
@@ -147,15 +147,17 @@ def check_same(found: Mapping[str, Spec], expected: Mapping[str, Spec], where: s
 
 
 def check_finite(name: str, tensor: Tensor, where: Any) -> None:
-    """ValueError if the tensor holds NaN or infinity. One pass without a copy: the sum of finite numbers is finite, and
-    only a sum that is not is looked at again."""
+    """Raise a ValueError if the tensor holds NaN or infinity.
+
+    It is one pass without a copy: a finite sum has finite terms, and only another sum needs a second look.
+    """
     wide = torch.float32 if tensor.dtype.itemsize < 4 else tensor.dtype
     if not bool(tensor.sum(dtype=wide).isfinite()) and not bool(tensor.isfinite().all()):
         raise ValueError(f"{where}: {name} holds numbers that are not finite (NaN or infinity)")
 
 
 def check_files(folder: Path, files: Mapping[str, FileFacts], *, hashes: bool) -> None:
-    """ValueError unless every file is there, is not a pickle, and has its size (and, if asked, its checksum)."""
+    """Raise a ValueError unless every file is there, no pickle, and has its size (and, if asked, its checksum)."""
     for name, facts in files.items():
         path = folder / name
         if not path.is_file():
@@ -215,11 +217,11 @@ def refuse_pickle(path: Path) -> None:
 
 
 class WeightFiles:
-    """The tensors of weight files by name, mapped into memory. Tensors outlive the files' closing."""
+    """The tensors of weight files by name, mapped into memory; they stay valid after the files are closed."""
 
     def __init__(self, folder: Path, files: Iterable[str]):
         self._stack = ExitStack()
-        self._home: dict[str, Any] = {}
+        self._handle_of: dict[str, Any] = {}
         self.file_of: dict[str, str] = {}
         self.metadata: dict[str, str] = {}
         for file in files:
@@ -230,10 +232,10 @@ class WeightFiles:
                 self._stack.close()
                 raise ValueError(f"{folder / file} is not a readable safetensors file: {first_line(error)}") from error
             for name in names:
-                if name in self._home:
+                if name in self._handle_of:
                     self._stack.close()
                     raise ValueError(f"the tensor {name} is in two files of {folder}: {self.file_of[name]} and {file}")
-                self._home[name], self.file_of[name] = handle, file
+                self._handle_of[name], self.file_of[name] = handle, file
             self.metadata |= metadata or {}
 
     def __enter__(self) -> "WeightFiles":
@@ -244,17 +246,17 @@ class WeightFiles:
 
     @property
     def names(self) -> list[str]:
-        return list(self._home)
+        return list(self._handle_of)
 
     def spec(self, name: str) -> Spec:
-        """Type and shape, from the header alone."""
-        piece = self._home[name].get_slice(name)
+        """Read type and shape from the header alone."""
+        piece = self._handle_of[name].get_slice(name)
         code = piece.get_dtype()
         if code not in _DTYPES:
             raise ValueError(f"the tensor {name} has the type {code}, which softmoe does not read")
         return Spec(_DTYPES[code], tuple(piece.get_shape()))
 
     def tensor(self, name: str) -> Tensor:
-        """A view of the mapped file, or a copy if its address is odd."""
-        tensor = self._home[name].get_tensor(name)
+        """Return a view of the mapped file, or a copy if its address is not aligned."""
+        tensor = self._handle_of[name].get_tensor(name)
         return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor

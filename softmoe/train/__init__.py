@@ -1,6 +1,6 @@
-"""One loop from images to a trained model, and nothing lost.
+"""Train a model from a configuration, with one loop for every task.
 
-The room itself can be called: `softmoe.train("small_data", "photos", steps=300)` trains from a recipe (softmoe/api.py).
+The module can be called too: `softmoe.train("small_data", "photos", steps=300)` trains from a recipe (softmoe/api.py).
 """
 
 import sys
@@ -42,11 +42,11 @@ __all__ = [
 ]
 
 
-class _Room(ModuleType):
-    """This room, which can be called; what the call does stands above it, so it is named and not imported."""
+class _CallableModule(ModuleType):
+    """A module that can be called; softmoe.api imports this package, so it is imported only when it is called."""
 
     def __call__(self, *args: Any, **settings: Any) -> Result:
         return import_module("softmoe.api").train(*args, **settings)
 
 
-sys.modules[__name__].__class__ = _Room
+sys.modules[__name__].__class__ = _CallableModule
