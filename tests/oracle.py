@@ -14,6 +14,18 @@ import numpy as np
 
 Array = np.ndarray
 Assignment = tuple[int, int, int, float]
+PAPER_PARAMS = {  # parameters at 224 pixels with the 29,593 classes of the paper
+    "vit_s16": 33_059_737,
+    "vit_b16": 108_555_673,
+    "vit_l16": 333_635_481,
+    "vit_h14": 668_675_993,
+    "soft_s16_128e": 933_709_471,
+    "soft_s14_256e": 1_841_402_527,
+    "soft_b16_128e": 3_707_638_687,
+    "soft_l16_128e": 13_127_249_829,
+    "soft_h14_128e": 27_318_132_649,
+    "soft_h14_256e": 54_177_406_889,
+}
 
 
 def softmax(values: Array) -> Array:

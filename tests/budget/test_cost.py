@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import PAPER_PARAMS
 from routers import moe_of
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -16,18 +17,6 @@ from softmoe.models import VisionTransformer, ViTConfig, create_model, model_con
 from softmoe.moe.routing import ROUTERS
 
 BATCH = 2
-PAPER_PARAMS = {  # with the 29,593 classes of the paper
-    "vit_s16": 33_059_737,
-    "vit_b16": 108_555_673,
-    "vit_l16": 333_635_481,
-    "vit_h14": 668_675_993,
-    "soft_s16_128e": 933_709_471,
-    "soft_s14_256e": 1_841_402_527,
-    "soft_b16_128e": 3_707_638_687,
-    "soft_l16_128e": 13_127_249_829,
-    "soft_h14_128e": 27_318_132_649,
-    "soft_h14_256e": 54_177_406_889,
-}
 
 
 @st.composite

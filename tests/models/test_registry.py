@@ -4,39 +4,27 @@ import json
 
 import pytest
 import torch
+from oracle import PAPER_PARAMS
 
 from softmoe import create_model, list_models
 from softmoe.models import MoEConfig, ViTConfig, model_config
 from softmoe.models.registry import PAPER_MODELS, SIZES
 from softmoe.moe.routing import ROUTERS
 
-COUNTS = {  # at 224 pixels with 29,593 classes, as in the paper
-    "vit_s16": 33_059_737,
-    "vit_b16": 108_555_673,
-    "vit_l16": 333_635_481,
-    "vit_h14": 668_675_993,
-    "soft_s16_128e": 933_709_471,
-    "soft_s14_256e": 1_841_402_527,
-    "soft_b16_128e": 3_707_638_687,
-    "soft_l16_128e": 13_127_249_829,
-    "soft_h14_128e": 27_318_132_649,
-    "soft_h14_256e": 54_177_406_889,
-}
 
-
-@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("name", PAPER_PARAMS)
 def test_parameter_counts_of_the_paper(name):
     """Equal to the unit; on the meta device, the 54-billion one too."""
     with torch.device("meta"):
         model = create_model(name, num_classes=29_593)
-    assert sum(parameter.numel() for parameter in model.parameters()) == COUNTS[name]
+    assert sum(parameter.numel() for parameter in model.parameters()) == PAPER_PARAMS[name]
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
 def test_the_paper_models_are_listed():
     """All long runs by name."""
-    assert set(COUNTS) == set(PAPER_MODELS)
-    assert set(COUNTS) <= set(list_models())
+    assert set(PAPER_PARAMS) == set(PAPER_MODELS)
+    assert set(PAPER_PARAMS) <= set(list_models())
 
 
 def test_every_listed_model_builds():

@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from routers import assignments, gate_router
 
-from softmoe.moe import Experts, MoE, SparseRouting, TokensChoiceRouter
+from softmoe.moe import Experts, MoE, TokensChoiceRouter
 from softmoe.moe.sparse import buffer_positions, top_k_first
 
 SEEDS = st.integers(0, 2**31)
@@ -26,29 +27,9 @@ def cases(draw):
     return B, M, N, options, draw(SEEDS)
 
 
-def gate_router(N: int, **options) -> TokensChoiceRouter:
-    """A router whose logits are its input, so that tests say them directly."""
-    router = TokensChoiceRouter(N, N, **options).double().eval().requires_grad_(False)
-    router.weight.copy_(torch.eye(N))
-    return router
-
-
 def plain_choice(router: TokensChoiceRouter, gates_TN: np.ndarray, mask_T: np.ndarray, size: int):
     capacity = router.capacity(size, router.top_k)
     return oracle.tokens_choice(gates_TN, mask_T, size, router.top_k, capacity, router.batch_priority)
-
-
-def assignments(routing: SparseRouting, groups: int) -> list[oracle.Assignment]:
-    """What a routing says, in the form of the oracle."""
-    N, S = routing.token_of_slot_NS.shape
-    capacity = S // groups
-    tokens = routing.mask_T.numel()
-    return [
-        (int(routing.token_of_slot_NS[n, s]), n, s % capacity, float(routing.gate_NS[n, s]))
-        for n in range(N)
-        for s in range(S)
-        if routing.token_of_slot_NS[n, s] < tokens
-    ]
 
 
 @given(cases(), st.booleans())
@@ -56,7 +37,7 @@ def test_choices_equal_the_plain_loops_with_many_ties(case, masked):
     """Who gets which place, for gates of few values: ties go to the lower expert and the earlier token."""
     B, M, N, options, seed = case
     torch.manual_seed(seed)
-    router = gate_router(N, **options)
+    router = gate_router(TokensChoiceRouter, N, **options)
     logits = torch.randint(0, 2, (B, M, N)).double()
     mask = torch.rand(B, M) < 0.6 if masked else torch.ones(B, M, dtype=torch.bool)
     size = router.group_size or M
@@ -137,14 +118,14 @@ def test_batch_priority_saves_the_important_tokens():
     """With room for one token, order keeps the first and priority the surest."""
     logits = torch.tensor([[[1.0, 0.0], [5.0, 0.0], [3.0, 0.0]]], dtype=torch.float64)
     for batch_priority, survivor in ((False, 0), (True, 1)):
-        routing = gate_router(2, capacity=1, batch_priority=batch_priority)(logits)
+        routing = gate_router(TokensChoiceRouter, 2, capacity=1, batch_priority=batch_priority)(logits)
         assert [not dropped for dropped in routing.dropped[0].tolist()] == [t == survivor for t in range(3)]
 
 
 def test_first_choices_come_before_second_ones():
     """A token with a weak first choice beats a token with a strong second choice."""
     logits = torch.tensor([[[5.0, 4.9, -9.0], [0.0, 0.1, -9.0]]], dtype=torch.float64)
-    routing = gate_router(3, top_k=2, capacity=1)(logits)
+    routing = gate_router(TokensChoiceRouter, 3, top_k=2, capacity=1)(logits)
     assert routing.token_of_slot_NS[:2, 0].tolist() == [0, 1]
 
 
@@ -179,17 +160,17 @@ def test_groups_are_independent(groups, size, N, seed):
     """Routing in groups of one image's tokens equals routing image by image."""
     torch.manual_seed(seed)
     x = torch.randn(groups, size, N, dtype=torch.float64)
-    together = gate_router(N, group_size=size)(x)
+    together = gate_router(TokensChoiceRouter, N, group_size=size)(x)
     for g in range(groups):
-        alone = gate_router(N)(x[g : g + 1])
+        alone = gate_router(TokensChoiceRouter, N)(x[g : g + 1])
         assert (together.experts_per_token[g] == alone.experts_per_token[0]).all()
 
 
 def test_groups_may_span_images():
     """One group of two images shares capacity: the surer image takes it all."""
     logits = torch.tensor([[[1.0, 0.0], [2.0, 0.0]], [[7.0, 0.0], [6.0, 0.0]]], dtype=torch.float64)
-    apart = gate_router(2, capacity=1)(logits)
-    shared = gate_router(2, capacity=2, group_size=4)(logits)
+    apart = gate_router(TokensChoiceRouter, 2, capacity=1)(logits)
+    shared = gate_router(TokensChoiceRouter, 2, capacity=2, group_size=4)(logits)
     assert apart.dropped.tolist() == [[True, False], [False, True]]
     assert shared.dropped.tolist() == [[True, True], [False, False]]
 
@@ -200,7 +181,7 @@ def test_masked_tokens_take_no_capacity(case):
     B, M, N, options, seed = case
     torch.manual_seed(seed)
     options |= {"group_size": None, "capacity": 2}
-    router = gate_router(N, **options)
+    router = gate_router(TokensChoiceRouter, N, **options)
     x = torch.randn(B, M, N, dtype=torch.float64)
     padded = torch.cat([x, 50 * torch.randn(B, 3, N, dtype=torch.float64)], dim=1)
     mask = torch.arange(M + 3).expand(B, -1) < M

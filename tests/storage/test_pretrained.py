@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,18 +15,6 @@ from softmoe.models import create_model
 from softmoe.storage import Preprocessing, open_saved, save_tensors
 from softmoe.storage.files import sha256
 from softmoe.storage.weights import Spec, plan_shards
-
-
-@pytest.fixture
-def saved(tmp_path) -> Path:
-    softmoe.save_pretrained(tiny(), tmp_path / "m", classes=NAMES, provenance={"run": "r", "step": 7})
-    return tmp_path / "m"
-
-
-@pytest.fixture
-def sharded(tmp_path) -> Path:
-    softmoe.save_pretrained(tiny(), tmp_path / "s", max_shard_bytes=40_000)
-    return tmp_path / "s"
 
 
 @pytest.mark.parametrize(

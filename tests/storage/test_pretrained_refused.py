@@ -6,21 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from saved_models import NAMES, edit, refused, restate, tiny
+from saved_models import edit, refused, restate, tiny
 
 import softmoe
-
-
-@pytest.fixture
-def saved(tmp_path) -> Path:
-    softmoe.save_pretrained(tiny(), tmp_path / "m", classes=NAMES, provenance={"run": "r", "step": 7})
-    return tmp_path / "m"
-
-
-@pytest.fixture
-def sharded(tmp_path) -> Path:
-    softmoe.save_pretrained(tiny(), tmp_path / "s", max_shard_bytes=40_000)
-    return tmp_path / "s"
 
 
 def test_truncated(saved):

@@ -9,18 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from saved_models import NAMES, refused, tiny
+from saved_models import refused, tiny
 
 import softmoe
 from softmoe.models import VisionTransformer
 from softmoe.storage import Preprocessing, load_saved, open_saved
 from softmoe.storage.files import sha256
-
-
-@pytest.fixture
-def saved(tmp_path) -> Path:
-    softmoe.save_pretrained(tiny(), tmp_path / "m", classes=NAMES, provenance={"run": "r", "step": 7})
-    return tmp_path / "m"
 
 
 def test_a_run_folder(saved, tmp_path):
