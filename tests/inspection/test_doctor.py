@@ -103,7 +103,12 @@ def test_dropped_tokens():
 
 @pytest.mark.parametrize(
     ("precision", "device", "works", "ill"),
-    [("bfloat16", "cpu", False, True), ("bfloat16", "cpu", True, False), ("float32", "cpu", False, False)],
+    [
+        ("bfloat16", "cpu", False, True),
+        ("bfloat16", "cpu", True, False),
+        ("bfloat16", "cuda", False, False),
+        ("float32", "cpu", False, False),
+    ],
 )
 def test_bfloat16(monkeypatch, precision, device, works, ill):
     """Only a bfloat16 that is used and does not work is wrong."""

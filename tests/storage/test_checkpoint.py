@@ -155,6 +155,7 @@ def test_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, a
         "could not save step 4: [Errno 28] No space left on device; training goes on, the last good one is of step 2"
     ]
     assert {p.name for p in tmp_path.iterdir()} == {"step_00000002", "last"}
+    assert kept.failed_saves == 1
     monkeypatch.undo()
     kept.save(snapshot(6))
     kept.wait()

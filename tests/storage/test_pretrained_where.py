@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 import types
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,12 @@ def test_hub_is_offline(monkeypatch):
     refused("user/name", "could not be fetched from the Hub: Cannot reach")
 
 
+def pickles_among(patterns: list[str]) -> list[str]:
+    """The names of weights and code, other than safetensors, that patterns for files on the Hub let through."""
+    others = ("pytorch_model.bin", "model.pt", "model.pth", "model.ckpt", "model.pkl", "modeling.py")
+    return [name for name in others if any(fnmatch(name, pattern) for pattern in patterns)]
+
+
 def test_hub_download(monkeypatch, saved):
     """What the Hub's library downloads is read like any folder; pickles are never asked for."""
     asked = {}
@@ -106,7 +113,7 @@ def test_hub_download(monkeypatch, saved):
     assert softmoe.from_pretrained("user/name", revision="v1").config.num_classes == 5
     assert asked["name"] == "user/name"
     assert asked["revision"] == "v1"
-    assert not any("bin" in pattern or "pt" in pattern.split(".") for pattern in asked["patterns"])
+    assert not pickles_among(asked["patterns"])
 
 
 def test_hub_upload(monkeypatch, saved, tmp_path):
@@ -156,6 +163,8 @@ def test_push_to_hub(monkeypatch, tmp_path):
 
     def upload_folder(repo_id, folder_path, allow_patterns):
         seen.update(name=repo_id, files=sorted(p.name for p in Path(folder_path).iterdir()))
+        assert open_saved(folder_path).classes == ("0", "1", "2", "3", "4")
+        assert not pickles_among(allow_patterns)
         return f"https://hub/{repo_id}"
 
     nothing = lambda *a, **o: None  # noqa: E731

@@ -31,10 +31,15 @@ def _default_dtype():
 @pytest.fixture
 def make_config(tmp_path: Path) -> MakeConfig:
     """make_config(steps=6, **{"model.router": "tokens_choice"}) -> TrainConfig in tmp_path/runs/run"""
+    return config_maker(tmp_path)
+
+
+def config_maker(folder: Path) -> MakeConfig:
+    """As the fixture above, for fixtures that several tests share."""
 
     def make(**changes: Any) -> TrainConfig:
         config = TrainConfig(
-            runs=str(tmp_path / "runs"),
+            runs=str(folder / "runs"),
             steps=6,
             model=ModelSection(name="soft_ti4_4e", width=16, depth=2, heads=2, mlp_dim=16),
             data=DataSection(

@@ -3,9 +3,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from train.conftest import config_maker
 
 from softmoe.storage.checkpoint import read_checkpoint
-from softmoe.train import train
+from softmoe.train import TrainConfig, train
 from softmoe.train.folder import RunFolder
 from softmoe.train.log import read_metrics
 from softmoe.train.optim import make_schedule
@@ -16,11 +17,11 @@ def files(folder: Path) -> dict[Path, bytes]:
     return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-@pytest.fixture
-def long(make_config):
-    """A finished run of 8 steps that keeps every second checkpoint."""
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    """A finished run of 8 steps that keeps every second checkpoint; a branch does not change it."""
     changes = {"schedule.kind": "rsqrt", "schedule.warmup": 1, "schedule.timescale": 2, "checkpoint.keep_every": 2}
-    config = make_config(steps=8, run_name="long", **changes)
+    config = config_maker(tmp_path_factory.mktemp("branch"))(steps=8, run_name="long", **changes)
     train(config)
     return config
 
