@@ -61,12 +61,7 @@ def register() -> list[str]:
         from timm.models import register_model  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError("softmoe.timm needs timm: pip install 'softmoe-vit[timm]'") from error
-    names = []
-    for name in list_models():
-        entry = entry_point(name)
-        register_model(entry)
-        names.append(entry.__name__)
-    return names
+    return [register_model(entry_point(name)).__name__ for name in list_models()]
 
 
 def entry_point(name: str):

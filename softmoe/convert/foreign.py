@@ -297,11 +297,8 @@ def read_model(where: str | Path, *, device: str | torch.device = "cpu", **optio
 
 @torch.no_grad()
 def starting_weights(model: VisionTransformer, weights: str | Path, *, new_head: bool = True) -> dict[str, Tensor]:
-    """Return the state of `model` with the weights of a saved one, its positions resampled to the model's grid.
-
-    Both must have the same architecture but for image size and classes. Experts beside the MLPs of a dense model keep
-    their fresh weights.
-    """
+    """Return the state of `model` with the weights of a saved one, its positions resampled to the model's grid. Both
+    must be alike but for image size and classes. Experts beside the MLPs of a dense model keep their fresh weights."""
     source = read_model(weights)
     check_same_function(source.config, model.config, str(weights))
     state = model.state_dict() | inherited(model, source)

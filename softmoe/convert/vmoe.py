@@ -86,11 +86,8 @@ def gradient(parameter: Tensor) -> Tensor:
 
 
 def read_npz(path: str | PathLike[str]) -> dict[str, np.ndarray]:
-    """Read the named arrays of an .npz file.
-
-    What they take in memory is checked before anything is unpacked: weights hardly compress, so a file that unpacks to
-    many times its size is refused.
-    """
+    """Read the named arrays of an .npz file. What they take in memory is checked before anything is unpacked: weights
+    hardly compress, so a file that unpacks to many times its size is refused."""
     with open(path, "rb") as stream:
         if stream.read(6) == b"\x93NUMPY":
             raise ValueError(f"{path} holds one array, expected an .npz file of named arrays")
@@ -162,10 +159,7 @@ Views = dict[str, Tensor]
 
 
 def reference_views(module: nn.Module, read: Read) -> Views:
-    """Return reference name -> view of our parameter, for a VisionTransformer or one MoE layer.
-
-    `read` is applied to each parameter and must not copy it.
-    """
+    """Return reference name -> view of a parameter of a VisionTransformer or MoE layer; `read` must not copy it."""
     if isinstance(module, VisionTransformer):
         views = vit_views(module, read)
     elif isinstance(module, MoE):

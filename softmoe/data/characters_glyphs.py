@@ -178,11 +178,11 @@ def _candidates(parts: list[list[Face]], ideographs: bool) -> list[int]:
     """List the characters that enough faces have, in an order that is random but the same for all sets of fonts."""
     least = zip(parts, (_LEAST_SEEN, _LEAST_UNSEEN), strict=True)
     enough = [{c for c in parts[0][0].has if sum(c in face.has for face in part) >= n} for part, n in least]
-    wanted = [
-        c
-        for c in sorted(enough[0] & enough[1])
-        if (c in _IDEOGRAPHS if ideographs else unicodedata.category(chr(c)) in _KINDS and c not in _BRAILLE)
-    ]
+
+    def is_wanted(c: int) -> bool:
+        return c in _IDEOGRAPHS if ideographs else unicodedata.category(chr(c)) in _KINDS and c not in _BRAILLE
+
+    wanted = list(filter(is_wanted, sorted(enough[0] & enough[1])))
     order = np.argsort(mix64(np.array(wanted, dtype=np.uint64)), kind="stable")
     return [wanted[i] for i in order]
 

@@ -51,8 +51,7 @@ class Composition(NamedTuple):
     @property
     def name(self) -> str:
         return (
-            f"{PAINTS[self.color]} and {SECONDS[self.second]} {TEXTURE_NAMES[self.texture]} "
-            f"{SHAPES[self.shape]} "
+            f"{PAINTS[self.color]} and {SECONDS[self.second]} {TEXTURE_NAMES[self.texture]} {SHAPES[self.shape]} "
             f"{RELATIONS[self.relation]} {PAINTS[self.companion_color]} {COMPANIONS[self.companion]}"
         )
 
@@ -139,10 +138,7 @@ _CENTERED = np.array([centered for _, centered in tables.TEXTURES.values()])
 
 
 def _visible_grounds() -> np.ndarray:
-    """Return (colors, colors, colors, 4): the grounds on which all three colors of a scene stand out most.
-
-    A green square on grass would teach nothing.
-    """
+    """Return (colors, colors, colors, 4) the grounds on which a scene's three colors stand out: no green on grass."""
     ground = np.array([np.add(dark, light) / 2 for dark, light, _, _ in tables.GROUNDS.values()])
     apart = np.linalg.norm(_PALETTE[:, None] - ground[None], axis=2)
     worst = np.minimum(np.minimum(apart[:, None, None], apart[None, :, None]), apart[None, None, :])
@@ -203,14 +199,8 @@ def compose(classes: np.ndarray, key: int, indices: np.ndarray, clutter: float =
     ground = _VISIBLE_GROUNDS[color, _SECOND_COLORS[second], companion_color, dice.pick(4)]
     turn = np.pi / 9
     main = Placed(shape, x, y, big, dice.span(-turn, turn), _jittered(dice, color))
-    small_one = Placed(
-        _COMPANION_SHAPES[companion],
-        x + dx,
-        y + dy,
-        small,
-        dice.span(-turn, turn),
-        _jittered(dice, companion_color),
-    )
+    angle, painted = dice.span(-turn, turn), _jittered(dice, companion_color)
+    small_one = Placed(_COMPANION_SHAPES[companion], x + dx, y + dy, small, angle, painted)
     shift = dice.spans((0, 0), (0.5, 0.5)) * ~_CENTERED[texture][:, None]
     ground_place = dice.spans((0, 0, 0.7), (CELLS, CELLS, 1.3))
     light = dice.spans((-0.25, -0.3, -0.3), (0.15, 0.3, 0.3)) * clutter

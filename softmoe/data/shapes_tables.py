@@ -51,12 +51,9 @@ def _polygon(points: list[tuple[float, float]]) -> Field:
 
 def _regular(sides: int, inner: float | None = None) -> Field:
     """A regular polygon pointing up, or a star with its notches at radius `inner`."""
-    radii = [1.0] if inner is None else [1.0, inner]
-    count = sides * len(radii)
-    angles = [np.pi / 2 + 2 * np.pi * k / count for k in range(count)]
-    return _polygon(
-        [(radii[k % len(radii)] * np.cos(a), radii[k % len(radii)] * np.sin(a)) for k, a in enumerate(angles)]
-    )
+    radii = [1.0] * sides if inner is None else [1.0, inner] * sides
+    angles = [np.pi / 2 + 2 * np.pi * k / len(radii) for k in range(len(radii))]
+    return _polygon([(r * np.cos(a), r * np.sin(a)) for r, a in zip(radii, angles, strict=True)])
 
 
 def _disk(radius: float, cx: float = 0.0, cy: float = 0.0) -> Field:
@@ -84,14 +81,8 @@ def _minus(a: Field, b: Field) -> Field:
 
 
 def _box(cx: float, cy: float, half_width: float, half_height: float) -> Field:
-    return _polygon(
-        [
-            (cx - half_width, cy - half_height),
-            (cx + half_width, cy - half_height),
-            (cx + half_width, cy + half_height),
-            (cx - half_width, cy + half_height),
-        ]
-    )
+    left, right, low, high = cx - half_width, cx + half_width, cy - half_height, cy + half_height
+    return _polygon([(left, low), (right, low), (right, high), (left, high)])
 
 
 _HEART = _union(
@@ -127,16 +118,7 @@ OUTLINES: dict[str, Field] = {
         [(-0.2, 0.98), (0.6, 0.98), (0.2, 0.25), (0.7, 0.25), (-0.35, -0.98), (-0.1, -0.1), (-0.65, -0.1)]
     ),
     "staircase": _polygon(
-        [
-            (-0.8, -0.8),
-            (0.8, -0.8),
-            (0.8, -0.25),
-            (0.27, -0.25),
-            (0.27, 0.27),
-            (-0.27, 0.27),
-            (-0.27, 0.8),
-            (-0.8, 0.8),
-        ]
+        [(-0.8, -0.8), (0.8, -0.8), (0.8, -0.25), (0.27, -0.25), (0.27, 0.27), (-0.27, 0.27), (-0.27, 0.8), (-0.8, 0.8)]
     ),
 }
 
@@ -162,10 +144,7 @@ TEXTURES: dict[str, tuple[Field, bool]] = {
     "banded": (lambda x, y: _wave(y / _PERIOD), False),
     "striped": (lambda x, y: _wave(x / _PERIOD), False),
     "slanted": (lambda x, y: _wave((x + y) / _PERIOD), False),
-    "checkered": (
-        lambda x, y: _wave(0.5 + 0.25 * np.sign(np.sin(np.pi * 2 * x) * np.sin(np.pi * 2 * y))),
-        False,
-    ),
+    "checkered": (lambda x, y: _wave(0.5 + 0.25 * np.sign(np.sin(np.pi * 2 * x) * np.sin(np.pi * 2 * y))), False),
     "dotted": (_dots, False),
     "ringed": (lambda x, y: _wave(np.hypot(x, y) / 0.55 + 0.25), True),
     "speckled": (_speckles, False),

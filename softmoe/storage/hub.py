@@ -76,11 +76,8 @@ def _card_for(saved: "SavedModel", name: str) -> str:
 
 
 def push_to_hub(model: Any, name: str, *, private: bool = False, **facts: Any) -> str:
-    """Save a model with its card, put it on the Hub under `user/name` and return its address.
-
-    `facts` are options of save_pretrained (classes, preprocessing, provenance). `softmoe.from_pretrained(name)` reads
-    the model back.
-    """
+    """Save a model with its card, put it on the Hub under `user/name` and return its address. `facts` are options of
+    save_pretrained (classes, preprocessing, provenance); `softmoe.from_pretrained(name)` reads the model back."""
     from softmoe.storage.pretrained import save_pretrained
 
     with tempfile.TemporaryDirectory() as folder:

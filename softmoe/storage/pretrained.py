@@ -222,10 +222,8 @@ def build_empty(saved: SavedModel) -> Model:
 
 
 def check_weights(saved: SavedModel, model: nn.Module, weights: WeightFiles, rest: Collection[str]) -> dict[str, Spec]:
-    """Read types and shapes from the files. ValueError unless index, config.json and files agree on them.
-
-    They must agree on architecture, names, shapes and types. `model` is on the meta device: no memory is used yet.
-    """
+    """Read types and shapes from the files. ValueError unless index, config.json and files agree on architecture,
+    names, shapes and types; `model` is on the meta device, so no memory is used yet."""
     folder = saved.folder
     if len(saved.files) > 1:
         index = read_json(folder / INDEX)

@@ -147,10 +147,8 @@ def check_same(found: Mapping[str, Spec], expected: Mapping[str, Spec], where: s
 
 
 def check_finite(name: str, tensor: Tensor, where: Any) -> None:
-    """Raise a ValueError if the tensor holds NaN or infinity.
-
-    It is one pass without a copy: a finite sum has finite terms, and only another sum needs a second look.
-    """
+    """Raise a ValueError if the tensor holds NaN or infinity, in one pass without a copy: a finite sum has finite
+    terms, and only another sum needs a second look."""
     wide = torch.float32 if tensor.dtype.itemsize < 4 else tensor.dtype
     if not bool(tensor.sum(dtype=wide).isfinite()) and not bool(tensor.isfinite().all()):
         raise ValueError(f"{where}: {name} holds numbers that are not finite (NaN or infinity)")

@@ -132,10 +132,8 @@ def upcycle_(
 
 
 class AnyLayout(nn.Module):
-    """Gives an MoE layer its tokens as (B, M, D), in whatever layout the model around it keeps them.
-
-    (B, D) is one token an image; (B, M, D), or (M, B, D) with `tokens_first`; (B, rows, columns, D).
-    """
+    """Gives an MoE layer its tokens as (B, M, D), however the model around it keeps them: (B, D), (B, M, D), (M, B, D)
+    with `tokens_first`, or (B, rows, columns, D)."""
 
     def __init__(self, layer: MoE, tokens_first: bool = False):
         super().__init__()
@@ -169,11 +167,9 @@ def find_modules(model: nn.Module, mlps: str | Sequence[str]) -> list[str]:
         words = re.escape(pattern).replace(r"\*", r"[^.]+")
         matches = {pattern} if pattern in modules else {n for n in modules if re.fullmatch(rf"(.*\.)?{words}", n)}
         if not matches:
-            known = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in modules if name)
-            likely = dict.fromkeys(
-                re.sub(r"\b\d+\b", "*", name) for name, module in modules.items() if name and is_mlp(module)
-            )
-            near = [*likely, *difflib.get_close_matches(pattern, known, n=3, cutoff=0.5)]
+            known = {name: re.sub(r"\b\d+\b", "*", name) for name in modules if name}
+            likely = dict.fromkeys(known[name] for name in known if is_mlp(modules[name]))
+            near = [*likely, *difflib.get_close_matches(pattern, dict.fromkeys(known.values()), n=3, cutoff=0.5)]
             listed = ", ".join(dict.fromkeys(near[:6]))
             raise ValueError(
                 f"mlps={pattern!r} matches no module of this {type(model).__name__}"
@@ -200,17 +196,14 @@ def pick_blocks(names: list[str], blocks: str | Sequence[int]) -> list[str]:
 def is_mlp(module: nn.Module) -> bool:
     """Tell if a module looks like an MLP: two or three linear layers, from a width and back to it."""
     found = linears(module)
-    if is_split(module):
-        return True
-    return len(found) in (2, 3) and found[0].in_features == found[-1].out_features < found[-1].in_features
+    back = len(found) in (2, 3) and found[0].in_features == found[-1].out_features < found[-1].in_features
+    return back or is_split(module)
 
 
 def is_split(module: nn.Module) -> bool:
     """Tell if this is a block whose MLP lies in two modules, `intermediate` and `output`."""
-    first, second = getattr(module, "intermediate", None), getattr(module, "output", None)
-    return isinstance(getattr(first, "dense", None), nn.Linear) and isinstance(
-        getattr(second, "dense", None), nn.Linear
-    )
+    halves = (getattr(module, name, None) for name in ("intermediate", "output"))
+    return all(isinstance(getattr(half, "dense", None), nn.Linear) for half in halves)
 
 
 def whole_mlp(module: nn.Module, name: str) -> nn.Module:
@@ -276,10 +269,8 @@ def init_router(layer: MoE, mlp: nn.Module, x_BMD: Tensor, init: str) -> None:
 
 
 def collect_tokens(model: nn.Module, names: Iterable[str], batches: list[Any]) -> dict[str, tuple[Tensor, bool]]:
-    """Collect the tokens (B, M, D) that reach each module, and whether tokens come before images in its input.
-
-    Batches in which a module sees another shape than in the first one are left out.
-    """
+    """Collect the tokens (B, M, D) that reach each module, in batches of the first one's shape, and tell if tokens come
+    before images in its input."""
     caught: dict[str, list[Tensor]] = {name: [] for name in names}
     hooks = []
     for name, kept in caught.items():

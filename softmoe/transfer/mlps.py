@@ -19,6 +19,7 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     **{name: make_gelu(name) for name in ACTIVATIONS},
 }
+Affine = tuple[Tensor, Tensor]  # weight and bias
 TOLERANCE = 1e-6  # relative, in float64: two forms of GELU are farther apart
 
 
@@ -36,14 +37,12 @@ class TwoModuleMLP(nn.Module):
 
 @dataclass(frozen=True)
 class DenseMLP:
-    """The weights and the form of an MLP, stored as nn.Linear stores them.
+    """An MLP by its weights, as nn.Linear stores them, and its form: act(x w1 + b1) w2 + b2, or with a gate
+    (act(x gate + c) * (x w1 + b1)) w2 + b2."""
 
-    It computes act(x w1 + b1) w2 + b2, or with a gate (act(x gate + c) * (x w1 + b1)) w2 + b2.
-    """
-
-    first: tuple[Tensor, Tensor]
-    second: tuple[Tensor, Tensor]
-    gate: tuple[Tensor, Tensor] | None
+    first: Affine
+    second: Affine
+    gate: Affine | None
     activation: str
     dropout: float = 0.0
 
@@ -62,13 +61,9 @@ class DenseMLP:
             experts = GatedExperts(D, H, num_experts, self.activation)
             experts.gate.copy_(self.gate[0].T.expand_as(experts.gate))
             experts.gate_bias.copy_(self.gate[1].expand_as(experts.gate_bias))
-        for stacked, value in (
-            (experts.w1, self.first[0].T),
-            (experts.b1, self.first[1]),
-            (experts.w2, self.second[0]),
-            (experts.b2, self.second[1]),
-        ):
-            stacked.copy_(value.expand_as(stacked))
+        stacked = (experts.w1, experts.b1, experts.w2, experts.b2)
+        for parameter, value in zip(stacked, (self.first[0].T, self.first[1], *self.second), strict=True):
+            parameter.copy_(value.expand_as(parameter))
         return experts
 
 
@@ -127,13 +122,12 @@ def possible_mlps(module: nn.Module) -> Iterator[DenseMLP]:
         if first[0].shape[0] == H:
             yield from (DenseMLP(first, second, None, name) for name in ACTIVATIONS)
         if first[0].shape[0] == 2 * H:
-            halves = [(first[0][rows], first[1][rows]) for rows in (slice(0, H), slice(H, None))]
-            yield from gated_mlps(halves[0], halves[1], second)
+            yield from gated_mlps((first[0][:H], first[1][:H]), (first[0][H:], first[1][H:]), second)
     elif len(found) == 3 and found[0][0].shape == found[1][0].shape:
-        yield from gated_mlps(found[0], found[1], found[2])
+        yield from gated_mlps(*found)
 
 
-def gated_mlps(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> Iterator[DenseMLP]:
+def gated_mlps(a: Affine, b: Affine, second: Affine) -> Iterator[DenseMLP]:
     """List the gated MLPs in which either of `a` and `b` is the gate: libraries differ in which comes first."""
     for gate, first in ((a, b), (b, a)):
         yield from (DenseMLP(first, second, gate, name) for name in GATES)

@@ -190,17 +190,14 @@ def check_alike(models: Sequence[SavedModel]) -> None:
                     f"and {found.get(key)} in {other.folder}"
                 )
         if first.classes and other.classes and first.classes != other.classes:
-            pairs = zip(first.classes, other.classes, strict=True)
-            a, b = next((a, b) for a, b in pairs if a != b)
+            a, b = next(pair for pair in zip(first.classes, other.classes, strict=True) if pair[0] != pair[1])
             raise ValueError(f"{first.folder} and {other.folder} have different classes: {a!r} and {b!r}")
 
 
 def comparable_facts(saved: SavedModel) -> dict[str, Any]:
     """Return the settings that models must share to be averaged."""
-    facts = weight_facts(saved.config) | {
-        "num_classes": saved.config.num_classes,
-        "image size": saved.config.image_shape,
-    }
+    c = saved.config
+    facts = weight_facts(c) | {"num_classes": c.num_classes, "image size": c.image_shape}
     if saved.towers is None or saved.tokenizer is None:
         return facts
     text = {f"text {name}": value for name, value in saved.towers.to_dict()["text"].items()}

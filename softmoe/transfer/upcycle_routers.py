@@ -99,10 +99,8 @@ def cluster_centers(x_BMD: Tensor, count: int) -> Tensor:
 
 
 def place_directions(x_BMD: Tensor, count: int) -> Tensor:
-    """Return (D, count) directions: the regression of each place on its token.
-
-    With more places than slots, places with like tokens form groups; with more slots than places they begin again.
-    """
+    """Return (D, count) directions: the regression of each place on its token. With more places than slots, places with
+    like tokens form groups; with more slots than places they begin again."""
     x_BMD = l2_normalize(x_BMD, dim=-1)
     B, M, D = x_BMD.shape
     mean_MD = x_BMD.mean(0)
@@ -122,10 +120,7 @@ WAYS = {"centers": cluster_centers, "positions": place_directions}
 
 
 def spherical_k_means(points_TD: Tensor, count: int) -> Tensor:
-    """Return (count, D) directions of clusters, from a start at points drawn without replacement.
-
-    Clusters that become empty are drawn again.
-    """
+    """Return (count, D) directions of clusters; they start from points drawn at random, and empty ones are redrawn."""
     T, D = points_TD.shape
     if count > T:
         raise ValueError(f"{count} slots need at least as many tokens to be drawn from, got {T}: give more images")

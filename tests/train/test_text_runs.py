@@ -114,9 +114,13 @@ def test_augmented_images_are_computed_at_every_step(text_config, make_config):
 
 
 def test_sparse_towers_learn_their_balance(text_config):
-    """The balance loss of a sparse image tower is part of the loss."""
-    folder = train(text_config(steps=2, **{"model.router": "tokens_choice"})).folder
-    assert read_metrics(folder.metrics)[0]["auxiliary_loss"] > 0
+    """The balance loss of a sparse image tower is part of the loss: without its weight the loss is less by it."""
+    rows = []
+    for weight in (0.0, 1.0):
+        changes = {"model.router": "tokens_choice", "log.every": 1, "objective.auxiliary_weight": weight}
+        rows.append(read_metrics(train(text_config(steps=1, run_name=f"run{weight:.0f}", **changes)).folder.metrics)[0])
+    assert rows[0]["auxiliary_loss"] == 0 < rows[1]["auxiliary_loss"]
+    assert rows[1]["loss"] == pytest.approx(rows[0]["loss"] + rows[1]["auxiliary_loss"])
 
 
 def test_soups_of_two_towers(text_config, tmp_path):
