@@ -3,6 +3,7 @@
 import pickle
 import shutil
 import unicodedata
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -169,6 +170,10 @@ def test_small_characters_use_the_smaller_bitmaps():
         scenes.light, scenes.noise = np.tile([1.0, 0, 0], (60, 1)), np.zeros((60, 2))
         shares.append(draw(table, scenes, size).mean((1, 2, 3)))
     assert np.corrcoef(shares[0], shares[1])[0, 1] > 0.995
+    blank = replace(table, rows=np.zeros_like(table.rows))
+    coarse = replace(table, rows=np.where(np.arange(glyphs.BYTES) < glyphs.STARTS[1], 0, table.rows))
+    for size, inked in ((16, True), (256, False)):
+        assert ((draw(coarse, scenes, size) != draw(blank, scenes, size)).any((1, 2, 3)) == inked).all()
 
 
 def test_names():

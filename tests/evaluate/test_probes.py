@@ -35,9 +35,10 @@ def test_neighbors_against_a_loop(neighbors, temperature, monkeypatch):
 
 
 def test_a_point_is_its_own_neighbor():
-    """With one neighbor the training set is classified without error."""
+    """With one neighbor the training set is classified without error; with five, which outvote a point, it is not."""
     train = blobs(50, 4, 6, 0, 3.0)
-    assert nearest_neighbors(train, train, neighbors=1)["top1"] == 1.0
+    assert nearest_neighbors(train, train, neighbors=1, temperature=None)["top1"] == 1.0
+    assert nearest_neighbors(train, train, neighbors=5, temperature=None)["top1"] < 1.0
     with pytest.raises(ValueError, match="at least 1"):
         nearest_neighbors(train, train, neighbors=0)
 
