@@ -1,7 +1,8 @@
 """Training images changed at random.
 
-RandAugment (Cubuk et al., 2019) and random erasing (Zhong et al., 2017) change one image, an (h, w, 3) uint8 array;
-mixup and cutmix blend the images of a batch with those that follow them, and their labels alike.
+RandAugment (Cubuk et al., 2019) changes one image, an (h, w, 3) uint8 array. The others change the images of a batch,
+(B, 3, H, W) float32 on any device, with the same result everywhere: random erasing (Zhong et al., 2017) fills a
+rectangle of some with noise, mixup and cutmix blend each with those that follow it, and their labels alike.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 _TOP = 30.0  # the largest magnitude
 _GRAY = (128, 128, 128)  # fills what a rotation or shift uncovers
+_NOISE_STARTS = 1 << 16  # places of the sequence of noise where that of an image may begin
 
 Operation = Callable[[Image.Image, float, np.random.Generator], Image.Image]  # (image, strength 0..1, rng)
 
@@ -29,25 +31,6 @@ def rand_augment(image: np.ndarray, layers: int, magnitude: float, rng: np.rando
         operation = _OPERATIONS[int(rng.integers(len(_OPERATIONS)))]
         picture = operation(picture, magnitude / _TOP, rng)
     return np.asarray(picture)
-
-
-def random_erasing(image: np.ndarray, chance: float, rng: np.random.Generator) -> np.ndarray:
-    """Turn a rectangle of 2-33 % of the area and aspect 0.3-3.3 into noise, with the given chance."""
-    if rng.random() >= chance:
-        return image
-    height, width = image.shape[:2]
-    for _ in range(10):
-        area = rng.uniform(0.02, 1 / 3) * height * width
-        aspect = np.exp(rng.uniform(np.log(0.3), np.log(3.3)))
-        box_height, box_width = round(float(np.sqrt(area * aspect))), round(float(np.sqrt(area / aspect)))
-        if 0 < box_height < height and 0 < box_width < width:
-            top, left = rng.integers(height - box_height + 1), rng.integers(width - box_width + 1)
-            erased = image.copy()
-            erased[top : top + box_height, left : left + box_width] = rng.integers(
-                0, 256, (box_height, box_width, 3), dtype=np.uint8
-            )
-            return erased
-    return image
 
 
 def _sign(value: float, rng: np.random.Generator) -> float:
@@ -128,6 +111,49 @@ class Rectangle:
     bottom: int
     left: int
     right: int
+
+
+def draw_erasing(size: tuple[int, int], chance: float, rngs: list[np.random.Generator]) -> np.ndarray:
+    """Draw (E, 6) int64, a row for each image that is erased: its number, top, bottom, left and right of a rectangle of
+    2-33 % of the area and aspect 0.3-3.3, and where in the sequence of noise its own begins."""
+    height, width = size
+    rows = []
+    for k, rng in enumerate(rngs):
+        if rng.random() >= chance:
+            continue
+        for _ in range(10):
+            area = rng.uniform(0.02, 1 / 3) * height * width
+            aspect = np.exp(rng.uniform(np.log(0.3), np.log(3.3)))
+            box_height, box_width = round(float(np.sqrt(area * aspect))), round(float(np.sqrt(area / aspect)))
+            if 0 < box_height < height and 0 < box_width < width:
+                top, left = rng.integers(height - box_height + 1), rng.integers(width - box_width + 1)
+                rows.append((k, top, top + box_height, left, left + box_width, rng.integers(_NOISE_STARTS)))
+                break
+    return np.array(rows, dtype=np.int64).reshape(-1, 6)
+
+
+def erase(images: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    """Fill the rectangles that `draw_erasing` drew with noise of the 256 levels of a pixel."""
+    import torch
+
+    _, C, H, W = images.shape
+    image, top, bottom, left, right, start = drawn[:, :, None].unbind(1)  # (E, 1) each
+    row, column = torch.arange(H, device=images.device), torch.arange(W, device=images.device)
+    inside_EHW = ((top <= row) & (row < bottom))[:, :, None] & ((left <= column) & (column < right))[:, None, :]
+    noise_ECHW = _noise(_NOISE_STARTS + C * H * W, images.device).unfold(0, C * H * W, 1)[start[:, 0]].view(-1, C, H, W)
+    which = image[:, 0]
+    return images.index_copy(0, which, torch.where(inside_EHW[:, None], noise_ECHW, images[which]))
+
+
+def _noise(count: int, device: torch.device) -> torch.Tensor:
+    """The first of a sequence of levels in [-1, 1]: bits of place numbers, mixed by products below 2^63, so that every
+    device has the same."""
+    import torch
+
+    bits = torch.arange(1, count + 1, device=device)
+    for factor in (0x21F0AAAD, 0x735A2D97):
+        bits = ((bits ^ (bits >> 15)) * factor) & 0xFFFFFFFF
+    return ((bits >> 15) & 255).to(torch.float32).mul_(2 / 255).sub_(1)
 
 
 def soft_labels(labels: torch.Tensor, classes: int) -> torch.Tensor:

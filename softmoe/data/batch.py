@@ -15,7 +15,16 @@ import numpy as np
 import torch
 from numpy.random.bit_generator import ISeedSequence
 
-from softmoe.data.augment import Rectangle, cutmix, draw_rectangle, mixup, mixup_weights, soft_labels
+from softmoe.data.augment import (
+    Rectangle,
+    cutmix,
+    draw_erasing,
+    draw_rectangle,
+    erase,
+    mixup,
+    mixup_weights,
+    soft_labels,
+)
 from softmoe.data.decode import BrokenImage
 from softmoe.data.order import GOLDEN, check_batch, mix64, order
 from softmoe.data.source import Example, Source
@@ -37,6 +46,7 @@ class Batch:
     broken    (name, reason) of images that could not be read; others stand in their place in training
     draws     (B,) int64, in training where images have several captions: a random number that chooses one
     mirrored  (B,) bool, in a raw batch: whose left and right are still to be exchanged
+    erased    (E, 6) int64, in a raw batch: the rectangles that are still to be erased (augment.draw_erasing)
     blend     (size,) float32, in a raw batch: the weights of the mixup that is still to be done
     paste     in a raw batch: the rectangle of the cutmix that is still to be done
     """
@@ -48,6 +58,7 @@ class Batch:
     broken: tuple[tuple[str, str], ...] = ()
     draws: torch.Tensor | None = None
     mirrored: torch.Tensor | None = None
+    erased: torch.Tensor | None = None
     blend: torch.Tensor | None = None
     paste: Rectangle | None = None
 
@@ -151,15 +162,16 @@ class TrainBatches(Raw):
 
         batch = _assemble(self.source, self.transform, indices, ready, rngs, self.captions, replace, self.raw)
         batch = with_draws(batch, self.seed, step, first)
-        c = self.transform.config
-        if not c.mixup and not c.cutmix:
-            return batch
+        c, later = self.transform.config, {}
+        if c.erase and len(drawn := draw_erasing(c.size, c.erase, rngs)):
+            later["erased"] = torch.from_numpy(drawn)
         rng = generators(self.seed, step, [0], _MIXUP)[0]
         if c.cutmix and (not c.mixup or rng.random() < 0.5):
-            later = dataclasses.replace(batch, paste=draw_rectangle(c.size, c.cutmix, rng))
-        else:
-            later = dataclasses.replace(batch, blend=torch.from_numpy(mixup_weights(c.mixup, rng).copy()))
-        return later if self.raw else mixed(later, len(self.source.classes))
+            later["paste"] = draw_rectangle(c.size, c.cutmix, rng)
+        elif c.mixup:
+            later["blend"] = torch.from_numpy(mixup_weights(c.mixup, rng).copy())
+        batch = dataclasses.replace(batch, **later)
+        return batch if self.raw else mixed(batch, len(self.source.classes))
 
 
 def with_draws(batch: Batch, seed: int, step: int, first: int) -> Batch:
@@ -290,10 +302,12 @@ def _labels(source: Source, examples: list[Example]) -> torch.Tensor:
 
 
 def mixed(batch: Batch, classes: int) -> Batch:
-    """Do the mixup or cutmix that a batch still has before it."""
+    """Do the erasing, mixup or cutmix that a batch still has before it."""
     images, labels = batch.images, batch.labels
+    if batch.erased is not None:
+        images = erase(images, batch.erased)
     if batch.blend is not None:
         images, labels = mixup(images, soft_labels(labels, classes), batch.blend)
     if batch.paste is not None:
         images, labels = cutmix(images, soft_labels(labels, classes), batch.paste)
-    return dataclasses.replace(batch, images=images, labels=labels, blend=None, paste=None)
+    return dataclasses.replace(batch, images=images, labels=labels, erased=None, blend=None, paste=None)

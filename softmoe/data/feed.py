@@ -1,7 +1,7 @@
 """Batches on their way to a device: uint8 leaves the workers, and what is left to do with pixels is done over there.
 
-A raw batch has its images as (B, H, W, 3) uint8, a quarter of the bytes; `finish` mirrors, scales and blends them with
-the numbers that the worker drew, to the same bits as a batch that was made for the CPU.
+A raw batch has its images as (B, H, W, 3) uint8, a quarter of the bytes; `finish` mirrors, scales, erases and blends
+them with the numbers that the worker drew, to the same bits as a batch that was made for the CPU.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image
 
-from softmoe.data.augment import rand_augment, random_erasing
+from softmoe.data.augment import rand_augment
 from softmoe.data.decode import MAX_PIXELS, decode
 
 if TYPE_CHECKING:
@@ -151,10 +151,6 @@ class Transform:
             layers, strength = self.config.rand_layers, self.config.rand_magnitude
             pairs = zip(sized, rngs, strict=True)
             sized = np.stack([rand_augment(image, layers, strength, rng) for image, rng in pairs])
-        if self.config.erase:
-            for k, (image, rng) in enumerate(zip(sized, rngs, strict=True)):
-                as_mirrored = image[:, ::-1] if mirrored is not None and mirrored[k] else image
-                as_mirrored[:] = random_erasing(as_mirrored, self.config.erase, rng)
         return sized, mirrored
 
     def _small_crops(self, images: np.ndarray, rngs: list[np.random.Generator]) -> np.ndarray:

@@ -14,7 +14,7 @@ from PIL import Image
 
 import softmoe
 from softmoe.data import Transform, TransformConfig, to_tensor
-from softmoe.data.augment import rand_augment, random_erasing
+from softmoe.data.augment import draw_erasing, erase, rand_augment
 from softmoe.data.transforms import CROPS, inception_crop, resize
 
 sides = st.integers(1, 400)
@@ -170,11 +170,31 @@ def test_rand_augment(seed, layers, magnitude):
 @given(seeds)
 def test_random_erasing(seed):
     """With chance 1 a rectangle of at most a third changes; with chance 0 nothing."""
-    image = np.full((30, 40, 3), 300 % 256, dtype=np.uint8)
-    assert np.array_equal(random_erasing(image, 0.0, _rng(seed)), image)
-    changed = (random_erasing(image, 1.0, _rng(seed)) != image).any(2)
-    assert 0 < changed.mean() < 0.36
-    assert (image == 300 % 256).all()
+    images = torch.full((3, 3, 30, 40), 0.5)  # no level of a pixel
+    assert draw_erasing((30, 40), 0.0, [_rng(seed)]).shape == (0, 6)
+    drawn = draw_erasing((30, 40), 1.0, [_rng(seed + k) for k in range(3)])
+    found = erase(images, torch.from_numpy(drawn))
+    for k, top, bottom, left, right, _ in drawn.tolist():
+        changed = (found[k] != 0.5).all(0)
+        assert 0 < changed.float().mean() < 0.36
+        assert changed[top:bottom, left:right].all()
+        assert changed.sum() == (bottom - top) * (right - left)
+        assert torch.equal((found[k] != 0.5).any(0), changed)
+    assert (images == 0.5).all()
+
+
+def test_erased_by_noise():
+    """Rectangles hold each of the 256 levels about as often, no two images the same ones; an image that is not drawn
+    stays as it is."""
+    drawn = torch.tensor([[0, 0, 64, 0, 64, 5], [2, 0, 64, 0, 64, 900]])
+    found = erase(torch.zeros(3, 3, 64, 64), drawn)
+    levels = ((found + 1) * 127.5).round().int()
+    assert torch.equal(to_tensor(levels.permute(0, 2, 3, 1).to(torch.uint8).numpy())[::2], found[::2])
+    assert (found[1] == 0).all()
+    for k in (0, 2):
+        counts = torch.bincount(levels[k].flatten(), minlength=256).double()
+        assert ((counts - 48).square() / 48).sum() < 350  # chi-squared of 255 degrees of freedom: 255 +- 23
+    assert (levels[0] == levels[2]).float().mean() < 0.01
 
 
 @pytest.mark.parametrize(
