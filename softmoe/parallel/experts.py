@@ -9,6 +9,8 @@ Where there are many rows they go in two halves: in both passes one half travels
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from softmoe.moe import Experts
+from softmoe.moe.experts import normal_, xavier_uniform_
 
 HALVES_FROM = {"cuda": 1024}
 """By device: rows of an expert, from all ranks, from which on they are exchanged in two halves. With fewer, reading the
@@ -93,6 +96,28 @@ def own_slice(whole: Tensor, mesh: DeviceMesh) -> DTensor:
     """Cut this rank's part of a stacked tensor, in memory of its own, known to the others as a part of the whole."""
     part = whole.chunk(mesh.size())[mesh.get_local_rank()].clone()
     return DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+
+
+def draw_part(experts: Experts, part_of: Callable[[torch.Size], tuple[slice, ...]]) -> dict[str, Tensor]:
+    """Draw first values and keep a part of each parameter: of the shape (N, ...) that `part_of` is given, the slices it
+    returns. Numbers and order are those of `Experts.reset_parameters`; no more than one expert is ever whole."""
+    matrix = partial(xavier_uniform_, fan_in=experts.dim, fan_out=experts.hidden_dim)
+    vector = partial(normal_, std=1e-6)
+    drawn = 1 if experts.identical_init else experts.num_experts
+    kept = {}
+    for name, draw in (("w1", matrix), ("b1", vector), ("w2", matrix), ("b2", vector)):
+        like = getattr(experts, name)
+        rows, *rest = part_of(like.shape)
+        at_once = drawn if draw is vector else 1  # normal numbers come in sixteens: drawn apart they would be others
+        some = torch.empty(at_once, *like.shape[1:], dtype=like.dtype, device="cpu")
+        mine = kept[name] = torch.empty(like[rows, *rest].shape, dtype=like.dtype, device="cpu")
+        for first in range(0, drawn, at_once):
+            draw(some)
+            if experts.identical_init:
+                mine[:] = some[:, *rest]
+            for n in range(max(first, rows.start), min(first + at_once, rows.stop)):
+                mine[n - rows.start] = some[n - first, *rest]
+    return kept
 
 
 class Exchange:

@@ -23,14 +23,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from softmoe.budget.plan import Layout
 from softmoe.models import TwoTower, VisionTransformer, ViTConfig
 from softmoe.models.transformer import Block
-from softmoe.moe import Experts, MoE, SparseConfig
-from softmoe.parallel.experts import OwnedExperts
-from softmoe.parallel.reduce import mean_over_ranks
+from softmoe.moe import Experts, ExpertsBeside, MoE, SparseConfig
+from softmoe.parallel.experts import OwnedExperts, draw_part
+from softmoe.parallel.reduce import local, mean_over_ranks
 
 
 @dataclass(frozen=True)
@@ -76,28 +79,69 @@ AnyModel = TypeVar("AnyModel", bound=VisionTransformer | TwoTower)
 
 @contextmanager
 def building(mesh: Mesh, **options: Any) -> Iterator[None]:
-    """Make models inside this context keep only this rank's experts of each layer, and its part of each block, as soon
-    as they are made: no process ever holds more than one block whole. Follow with `apply`, with the same options. The
-    same numbers are drawn on every rank, as without.
+    """Make models inside this context keep this rank's part of each block as soon as it is made: no process ever holds
+    more than one block without its experts, and one expert. Follow with `apply`, with the same options. The same
+    numbers are drawn on every rank, as without.
+
+    Experts are made on the meta device and drawn when their layer gets them, expert by expert, each rank keeping its
+    part; that becomes their parameters when the block is spread.
     """
-    owns = mesh.sizes.expert > 1
+
+    def on_meta(part: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        empty = type(part) is Experts and parameter is not None
+        return nn.Parameter(torch.empty_like(parameter, device="meta")) if empty else None
 
     def keep_mine(layer: nn.Module, name: str, part: nn.Module | None) -> nn.Module | None:
-        if owns and isinstance(layer, MoE) and isinstance(part, Experts) and not isinstance(part, OwnedExperts):
-            mesh.sizes.check_experts(part.num_experts, part.dim, part.hidden_dim)
-            return OwnedExperts(part, mesh.experts["expert"])
+        if isinstance(layer, MoE) and type(part) is Experts:
+            owns = mesh.sizes.expert > 1
+            if owns:
+                mesh.sizes.check_experts(part.num_experts, part.dim, part.hidden_dim)
+            drawn = draw_part(part, lambda shape: part_of_experts(shape, mesh))
+            if isinstance(layer, ExpertsBeside):  # which made the others zero
+                torch._foreach_zero_([drawn["w2"], drawn["b2"]])
+            part = OwnedExperts(part, mesh.experts["expert"]) if owns else part
+            object.__setattr__(part, "drawn", drawn)
+            return part
         if isinstance(layer, nn.ModuleList) and isinstance(part, Block):
             _spread_block(part, mesh, **options)
+            _fill_experts(part, mesh)
         return None
 
     if mesh.sizes.world == 1:
         yield
         return
-    hook = register_module_module_registration_hook(keep_mine)  # pyright: ignore[reportArgumentType]
+    hooks = (
+        register_module_parameter_registration_hook(on_meta),  # pyright: ignore[reportArgumentType]
+        register_module_module_registration_hook(keep_mine),  # pyright: ignore[reportArgumentType]
+    )
     try:
         yield
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
+
+
+def part_of_experts(shape: torch.Size, mesh: Mesh) -> tuple[slice, ...]:
+    """Return this rank's part of a stacked tensor of all experts, as `_spread_block` cuts it."""
+    if mesh.sizes.expert > 1:
+        cuts = {0: mesh.experts["expert"]} | ({1: mesh.experts["pieces"]} if mesh.sizes.pieces > 1 else {})
+    else:
+        cuts = {even_axis(shape, mesh.sizes.shard): mesh.rest["shard"]}
+    slices = [slice(0, size) for size in shape]
+    for axis, ranks in cuts.items():
+        each = -(-shape[axis] // ranks.size())
+        slices[axis] = slice(*(min(shape[axis], (ranks.get_local_rank() + end) * each) for end in (0, 1)))
+    return tuple(slices)
+
+
+@torch.no_grad()
+def _fill_experts(block: Block, mesh: Mesh) -> None:
+    """Give experts that are spread on the meta device memory for their part, and what was drawn for it."""
+    place = mesh.rest.device_type
+    block._apply(lambda tensor: torch.empty_like(tensor, device=place) if tensor.is_meta else tensor)
+    for layer in moe_layers(block):
+        for name, values in layer.experts.__dict__.pop("drawn", {}).items():
+            local(getattr(layer.experts, name)).copy_(values)
 
 
 def apply(model: AnyModel, mesh: Mesh, *, dtype: torch.dtype | None = None, compile: bool | str = False) -> AnyModel:
@@ -158,7 +202,7 @@ def _options(module: nn.Module, mesh: Mesh, dtype: torch.dtype | None) -> dict[s
     return {
         "mesh": mesh.others,
         "ignored_params": owned | {parameter for parameter in module.parameters() if parameter.ndim == 0},
-        "shard_placement_fn": lambda parameter: Shard(even_axis(parameter, mesh.sizes.shard)),
+        "shard_placement_fn": lambda parameter: Shard(even_axis(parameter.shape, mesh.sizes.shard)),
         "reshard_after_forward": True,  # also of the outermost: an average is only looked at, and must see new weights
         "mp_policy": _policy(dtype),
     }
@@ -182,12 +226,12 @@ def reduce_gradients(model: nn.Module, mesh: Mesh, now: bool) -> None:
         model.set_requires_all_reduce(now)
 
 
-def even_axis(parameter: Tensor, parts: int) -> int:
+def even_axis(shape: torch.Size, parts: int) -> int:
     """Return the first axis that can be cut evenly.
 
     Else 0, which is padded: a position table (1, M, D) cut there on 256 ranks would be gathered as 256 tables.
     """
-    return next((axis for axis, size in enumerate(parameter.shape) if size % parts == 0), 0)
+    return next((axis for axis, size in enumerate(shape) if size % parts == 0), 0)
 
 
 def _average_gradient(parameter: Tensor) -> None:

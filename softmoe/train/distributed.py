@@ -84,8 +84,8 @@ class Team:
     def spread(
         self, make: Callable[[], VisionTransformer | TwoTower], dtype: torch.dtype | None = None, compile: bool = False
     ) -> VisionTransformer | TwoTower:
-        """The model that `make` builds, over all processes; none of them ever holds more than one block whole. Weights
-        are sent in `dtype`."""
+        """The model that `make` builds, over all processes; none of them ever holds it whole. Weights are sent in
+        `dtype`."""
         if self.world == 1:
             return make()
         from softmoe import parallel

@@ -136,28 +136,43 @@ def train_cases(rank: int, world: int, cases: list[tuple[str, int, int]]) -> dic
     return outcomes
 
 
-def start_on_ranks(rank: int, meshes: list[tuple[int, int]]) -> list[tuple[dict[str, Tensor], list[int]]]:
-    """Spread a model while it is built; return its weights, and how many blocks are whole as each is added."""
+@dataclass
+class Start:
+    weights: dict[str, Tensor]
+    whole_blocks: list[int]
+    """How many blocks are whole as each is added."""
+    drawn: int
+    """The most numbers that are drawn at once."""
+
+
+def start_on_ranks(rank: int, cases: list[tuple[tuple[int, int], dict[str, Any]]]) -> list[Start]:
+    """Spread models while they are built."""
     results = []
-    for sizes in meshes:
-        mesh, blocks, whole_blocks = parallel.make_mesh(*sizes), [], []
-        real = spread._spread_block
+    for sizes, options in cases:
+        mesh, blocks, whole_blocks, drawn = parallel.make_mesh(*sizes), [], [], []
+        real, uniform = spread._spread_block, torch.nn.init.uniform_
 
         def note(block: Any, *given: Any, real=real, blocks=blocks, whole_blocks=whole_blocks, **options: Any) -> None:
             blocks.append(block)
             whole_blocks.append(sum(any(type(p) is Parameter and p.ndim for p in b.parameters()) for b in blocks))
             real(block, *given, **options)
 
-        with patch.object(spread, "_spread_block", note), parallel.building(mesh):
-            model = fresh_model()
+        def draw(tensor: Tensor, *given: Any, uniform=uniform, drawn=drawn) -> Tensor:
+            drawn.append(tensor.numel())
+            return uniform(tensor, *given)
+
+        noted = patch.object(spread, "_spread_block", note), patch("torch.nn.init.uniform_", draw)
+        with noted[0], noted[1], parallel.building(mesh):
+            model = fresh_model(**options)
         parallel.apply(model, mesh)
-        results.append(({name: whole(value) for name, value in model.state_dict().items()}, whole_blocks))
+        weights = {name: whole(value) for name, value in model.state_dict().items()}
+        results.append(Start(weights, whole_blocks, max(drawn)))
     return results
 
 
-def fresh_model() -> VisionTransformer:
+def fresh_model(**options: Any) -> VisionTransformer:
     torch.manual_seed(3)
-    moe = MoEConfig.of("soft", num_experts=4, blocks=(1, 2), identical_init=False)
+    moe = MoEConfig.of("soft", num_experts=4, blocks=(1, 2), **options)
     return VisionTransformer(
         ViTConfig(image_size=8, patch_size=2, width=8, depth=3, mlp_dim=12, heads=2, num_classes=CLASSES, moe=moe)
     )

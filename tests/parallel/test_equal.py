@@ -47,15 +47,21 @@ def test_ranks_compute_what_one_process_computes(world):
         assert_equal([outcomes[case] for outcomes in by_rank], one)
 
 
-def test_ranks_start_as_one_process_does():
-    """A model that is spread while it is built begins with the bits of one that is not, and of its blocks no more than
-    the newest is whole on any rank."""
-    reference = checks.fresh_model().state_dict()
-    for results in run_ranks(2, checks.start_on_ranks, MESHES[2]):
-        for weights, whole_blocks in results:
-            assert weights.keys() == reference.keys()
-            assert all(torch.equal(weights[name], value) for name, value in reference.items())
-            assert whole_blocks == [1, 1, 1]
+@pytest.mark.parametrize("world", [pytest.param(n, marks=[pytest.mark.slow] * (n > 2)) for n in (2, 3, 4)])
+def test_ranks_start_as_one_process_does(world):
+    """A model that is spread while it is built begins with the bits of one that is not; of its blocks no more than the
+    newest is whole on any rank, and of its experts one: what is drawn at once is no more than the 192 numbers of
+    attention, where an expert has 96 and all of a layer have 384. So do experts that start alike or beside an MLP."""
+    forms: list[dict] = [{}, {"identical_init": True}, {"keep_mlp": True}]
+    meshes = MESHES.get(world, [(1, 3)])  # three parts of four experts and of width 8 are uneven
+    cases = [(mesh, form) for mesh in meshes for form in (forms if world == 2 else forms[:1])]
+    for results in run_ranks(world, checks.start_on_ranks, cases):
+        for (_, form), start in zip(cases, results, strict=True):
+            reference = checks.fresh_model(**form).state_dict()
+            assert start.weights.keys() == reference.keys()
+            assert all(torch.equal(start.weights[name], value) for name, value in reference.items())
+            assert start.whole_blocks == [1, 1, 1]
+            assert start.drawn == 192
 
 
 def test_halves_travel_while_experts_work():
