@@ -76,17 +76,18 @@ def too_old(device: torch.device) -> Choice | None:
 
 def compare(plain: Way, kernel: Way, inputs: tuple[Tensor, ...], grad: bool, largest_error: float) -> Choice:
     """Run both on copies of the inputs, with gradients if they are wanted: numbers first, then times in turn."""
+    times: dict[Way, list[float]] = {plain: [], kernel: []}
     try:
         right, found = (outputs_and_gradients(way, inputs, grad) for way in (plain, kernel))
-    except Exception as error:  # whatever a compiler or a driver may raise: torch's way is there
+        error = max(_distance(one, other) for one, other in zip(found, right, strict=True))
+        if not error <= largest_error:
+            return Choice(False, f"torch: the kernel's numbers are {error:.1e} away from torch's")
+        del right, found  # in the middle of a first step memory may be short
+        for _ in range(ROUNDS):
+            for way, taken in times.items():
+                taken.append(_seconds(way, inputs, grad))
+    except Exception as error:  # whatever a compiler, a driver or a full device may raise: torch's way is there
         return Choice(False, f"torch: the kernel cannot run here ({type(error).__name__}: {str(error)[:80]})")
-    error = max(_distance(one, other) for one, other in zip(found, right, strict=True))
-    if not error <= largest_error:
-        return Choice(False, f"torch: the kernel's numbers are {error:.1e} away from torch's")
-    times: dict[Way, list[float]] = {plain: [], kernel: []}
-    for _ in range(ROUNDS):
-        for way, taken in times.items():
-            taken.append(_seconds(way, inputs, grad))
     torch_time, own_time = (statistics.median(times[way]) for way in (plain, kernel))
     use = own_time < torch_time
     share = f"{1e3 * own_time:.3f} ms by the kernel, {1e3 * torch_time:.3f} ms by torch"
@@ -94,8 +95,13 @@ def compare(plain: Way, kernel: Way, inputs: tuple[Tensor, ...], grad: bool, lar
 
 
 def outputs_and_gradients(way: Way, inputs: tuple[Tensor, ...], grad: bool) -> list[Tensor]:
-    """The output on copies of the inputs, and the gradients of those that have some, for ones behind the output."""
-    with torch.set_grad_enabled(grad):
+    """The output on copies of the inputs, and the gradients of those that have some, for ones behind the output.
+
+    What is kept for them is nobody else's: a block that is computed twice counts what was kept the first time, and a
+    trial that it saw then and does not see again would mix up its tensors.
+    """
+    unseen = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    with torch.set_grad_enabled(grad), unseen:
         copies = [t.detach().requires_grad_(grad and t.requires_grad) for t in inputs]
         output = way(*copies)
         wanted = [t for t in copies if t.requires_grad]

@@ -66,7 +66,7 @@ class CompactAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.in_one_pass = False
         """Whether the compiled update is used."""
-        self.by_kernel: Callable[[list[tuple[Flat, Tensor]], int, dict[str, Any], Tensor | None], bool] | None = None
+        self.by_kernel: Callable[[list[tuple[Flat, Tensor]], list[int], dict[str, Any], Any], bool] | None = None
         """An update of many parameters on a GPU that may decline (see triton_adamw.py)."""
         self._room: dict[torch.device, Room] = {}
 
@@ -80,6 +80,7 @@ class CompactAdamW(torch.optim.Optimizer):
         index = 0
         for group in self.param_groups:
             rows: list[tuple[Flat, Tensor]] = []
+            indices: list[int] = []
             for parameter in group["params"]:
                 index += 1
                 if parameter not in gradients:
@@ -90,8 +91,9 @@ class CompactAdamW(torch.optim.Optimizer):
                     self._update(flat, step, index, group, threads)
                 else:
                     rows.append((flat, step))
+                    indices.append(index)
             skip = getattr(self, "found_inf", None)
-            if rows and not (self.by_kernel is not None and self.by_kernel(rows, index, group, skip)):
+            if rows and not (self.by_kernel is not None and self.by_kernel(rows, indices, group, skip)):
                 update_together(rows, group, skip)
 
     def _rows(self, parameter: Tensor, gradient: Tensor) -> tuple[Flat, Tensor]:

@@ -27,32 +27,32 @@ def switch_on(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
     return "moments in bfloat16, where it is faster"
 
 
-def by_kernel(rows: Rows, index: int, group: dict[str, Any], skip: Tensor | None) -> bool:
+def by_kernel(rows: Rows, indices: list[int], group: dict[str, Any], skip: Tensor | None) -> bool:
     """Update all rows if the kernel is the faster way for the largest of them; False if nothing was done.
 
-    Where `skip` is 1 nothing changes. `index` counts the parameters of the groups before.
+    Where `skip` is 1 nothing changes. `indices` are the parameters' numbers, which the rounding depends on.
     """
     from softmoe.accelerate.optimizer import update_together
 
     if not all(fastest.may_use(*flat) and flat.gradient.is_contiguous() for flat, _ in rows):
         return False
     largest = max((flat for flat, _ in rows), key=lambda flat: flat.weight.numel())
-    plain, kernel = (partial(_on_copies, way) for way in (partial(_ignore_index, update_together), update_each))
+    plain, kernel = (partial(_on_copies, way) for way in (partial(_ignore_indices, update_together), update_each))
     if not fastest.faster("AdamW", plain, kernel, *largest):
         return False
-    update_each(rows, index, group, skip)
+    update_each(rows, indices, group, skip)
     return True
 
 
-def update_each(rows: Rows, index: int, group: dict[str, Any], skip: Tensor | None) -> None:
+def update_each(rows: Rows, indices: list[int], group: dict[str, Any], skip: Tensor | None) -> None:
     from softmoe.accelerate.kernels import adamw
     from softmoe.accelerate.optimizer import SHIFTS
 
     steps = [step for _, step in rows]
     torch._foreach_add_(steps, 1)  # pyright: ignore[reportPrivateImportUsage]
-    for place, (flat, step) in enumerate(rows):
+    for index, (flat, step) in zip(indices, rows, strict=True):
         noise = noise_on(flat.weight.device)
-        adamw.update(*flat, step, skip, noise, index + place, len(noise) - SHIFTS, SHIFTS, group)
+        adamw.update(*flat, step, skip, noise, index, len(noise) - SHIFTS, SHIFTS, group)
     if skip is not None:
         torch._foreach_sub_(steps, [skip] * len(steps))  # pyright: ignore[reportPrivateImportUsage]
 
@@ -64,7 +64,7 @@ def noise_on(device: torch.device) -> Tensor:
     return Room(device).numbers
 
 
-def _ignore_index(way: Any, rows: Rows, index: int, group: dict[str, Any], skip: Tensor | None) -> None:
+def _ignore_indices(way: Any, rows: Rows, indices: list[int], group: dict[str, Any], skip: Tensor | None) -> None:
     way(rows, group, skip)
 
 
@@ -74,5 +74,5 @@ def _on_copies(way: Any, *tensors: Tensor) -> Tensor:
 
     flat = Flat(*(tensor.detach().clone() for tensor in tensors))
     settings = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
-    way([(flat, torch.zeros((), device=flat.weight.device))], 1, settings, None)
+    way([(flat, torch.zeros((), device=flat.weight.device))], [1], settings, None)
     return torch.cat([flat.weight.float(), flat.first.float(), flat.second.float()])

@@ -56,7 +56,8 @@ class _Triton:
     def is_faster(self: Any, x_BMD: Tensor, mask: Tensor | None) -> bool:
         shape = (self.num_experts, self.slots_per_expert)
         plain, kernel = (partial(way, self.scale is not None, shape, mask) for way in (by_torch, by_kernels))
-        return fastest.faster("soft routing", plain, kernel, x_BMD, self.phi.float().flatten(1))
+        name = f"soft routing, {shape[1]} slots an expert" + (", mask" if mask is not None else "")
+        return fastest.faster(name, plain, kernel, x_BMD, self.phi.float().flatten(1))
 
     def slot_vectors(self: Any) -> Tensor:
         with no_autocast(self.phi):

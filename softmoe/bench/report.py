@@ -131,6 +131,8 @@ class Check:
     """ok, WRONG, or not tested."""
     said: str
     seconds: float
+    what: str = ""
+    """What is checked, in a sentence."""
 
 
 def facts(device: torch.device) -> dict[str, str]:
@@ -173,4 +175,11 @@ def page(checks: list[Check], machine: dict[str, str], device: torch.device, *, 
     timed = fastest.timings()
     if timed:
         lines += ["", "Kernels that were timed against torch:", "", *(f"- {line}" for line in timed)]
+    done = [f"- {c.name}: {c.what}" for c in checks if c.what]
+    lines += [
+        "",
+        "What the checks do (`off by` is the norm of the difference over that of the right numbers):",
+        "",
+        *done,
+    ]
     return "\n".join(lines) + "\n"

@@ -6,10 +6,11 @@ counted: short-lived temporaries, the allocator's waste, and the copies that com
 Letters: see parts.py; B images.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from softmoe.budget.count import cost
-from softmoe.budget.parts import LEARNED, SPARSE, checked, routed
+from softmoe.budget.parts import LEARNED, SPARSE, checked, parts, routed
 from softmoe.models import ViTConfig
 
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 1, "none": 0}  # numbers kept per parameter; sgd with momentum
@@ -42,12 +43,13 @@ def memory(
     activation_bytes: int = 4,
     state_bytes: int | None = None,
     in_backward: bool = False,
-    gradient_checkpointing: bool = False,
+    recomputed: Collection[int] = (),
 ) -> Memory:
     """Estimate the bytes to train a model on batches of `batch_size` images.
 
     4 bytes are float32, 2 are float16 or bfloat16. 4-byte weights with 2-byte activations is autocast, which also
     keeps a 2-byte copy of the weights. `state_bytes` is of one number of the optimizer's state (None: as the weights).
+    `recomputed` numbers the blocks whose inside is computed again in the backward pass (gradient checkpointing).
     With updates `in_backward` the gradients are those of the largest parameter, and few smaller ones; of two such
     parameters with a small state, whose updates run beside the pass.
     """
@@ -56,7 +58,7 @@ def memory(
     if optimizer not in OPTIMIZER_STATES:
         raise ValueError(f"unknown optimizer {optimizer!r}, expected one of: {', '.join(OPTIMIZER_STATES)}")
     params = cost(checked(config)).params
-    activations = activation_memory(config, batch_size, activation_bytes, gradient_checkpointing)
+    activations = activation_memory(config, batch_size, activation_bytes, recomputed)
     if activation_bytes < weight_bytes:
         activations += params * activation_bytes
     weights = params * weight_bytes
@@ -76,21 +78,62 @@ def largest_parameter(config: ViTConfig) -> int:
     return max(matrices)
 
 
-def activation_memory(config: ViTConfig, batch_size: int, item: int, gradient_checkpointing: bool) -> int:
-    """Return the bytes kept from the forward pass for the backward pass; `item` is the size of one number."""
-    c, T = config, batch_size * config.tokens
-    moe = routed(c)
-    layers = moe.layers if moe else 0
-    attention = attention_bytes(c, T, item)
-    dense = attention + mlp_bytes(c, T, item)
-    sparse = attention + (moe_bytes(c, batch_size, item) if moe else 0)
-    if moe and not moe.replaced:
-        sparse += mlp_bytes(c, T, item)
-    if gradient_checkpointing:  # the input of each block, and the inside of the one that is being computed again
-        blocks = c.depth * T * c.width * item + max(sparse if layers else 0, dense if layers < c.depth else 0)
+def activation_memory(config: ViTConfig, batch_size: int, item: int, recomputed: Collection[int] = ()) -> int:
+    """Return the most bytes that are kept from the forward pass for the backward pass; `item` is the size of a number.
+
+    Of a recomputed block its input is kept. When its inside is computed again, what is above it is gone.
+    """
+    kept = highest = 0
+    for index, inside in enumerate(block_bytes(config, batch_size, item)):
+        again = index in recomputed
+        kept += batch_size * config.tokens * config.width * item if again else inside
+        highest = max(highest, kept + inside * again)
+    return highest + outside_bytes(config, batch_size, item)
+
+
+def block_bytes(config: ViTConfig, batch_size: int, item: int) -> list[int]:
+    """Return the bytes that each block keeps for the backward pass."""
+    T, moe = batch_size * config.tokens, routed(config)
+    attention, mlp = attention_bytes(config, T, item), mlp_bytes(config, T, item)
+    routed_block = 0
+    if moe is not None:
+        routed_block = attention + moe_bytes(config, batch_size, item) + (0 if moe.replaced else mlp)
+    return [routed_block if index in config.moe_blocks else attention + mlp for index in range(config.depth)]
+
+
+def blocks_to_recompute(config: ViTConfig, batch_size: int, item: int, limit: float) -> tuple[int, ...]:
+    """Choose the blocks to compute twice so that activations take at most `limit` bytes, for as little work as can be.
+
+    First come blocks of the kind that frees most bytes for a multiply-accumulate; of a kind the lowest first, whose
+    insides come when those above are gone. ValueError if all blocks are not enough.
+    """
+    part, layers = parts(config), len(config.moe_blocks)
+    routed_work = (part["routing"].macs + part["experts"].macs) / max(1, layers)
+    moe = routed(config)
+    plain = config.depth - (moe.replaced if moe else 0)  # blocks that have an MLP
+    freed, work = [], []
+    for index, inside in enumerate(block_bytes(config, batch_size, item)):
+        is_routed = index in config.moe_blocks
+        has_mlp = not is_routed or (moe is not None and not moe.replaced)
+        freed.append(inside - batch_size * config.tokens * config.width * item)
+        mlp = part["mlp"].macs / plain if has_mlp else 0
+        work.append(part["attention"].macs / config.depth + mlp + (routed_work if is_routed else 0))
+    order = sorted(range(config.depth), key=lambda index: (-freed[index] / work[index], index))
+    for count in range(config.depth + 1):
+        chosen = order[:count]
+        least = activation_memory(config, batch_size, item, chosen)
+        if least <= limit:
+            break
     else:
-        blocks = (c.depth - layers) * dense + layers * sparse
-    return blocks + outside_bytes(c, batch_size, item)
+        raise ValueError(
+            f"activations of {batch_size} images take {least / 1e9:.3g} GB even if every block is computed twice, more "
+            f"than the {limit / 1e9:.3g} GB of activation_gb: raise accumulate, or lower data.batch_size"
+        )
+    for index in sorted(chosen, key=lambda index: -work[index]):  # the last may have made an earlier one needless
+        rest = [other for other in chosen if other != index]
+        if activation_memory(config, batch_size, item, rest) <= limit:
+            chosen = rest
+    return tuple(sorted(chosen))
 
 
 def outside_bytes(config: ViTConfig, batch_size: int, item: int) -> int:

@@ -168,7 +168,8 @@ class Plan:
     def memory(self) -> DeviceMemory:
         s = self.settings
         weights = self.params * s.weight_bytes
-        activations = activation_memory(self.config, self.images, s.activation_bytes, s.checkpointing)
+        again = range(self.config.depth if s.checkpointing else 0)
+        activations = activation_memory(self.config, self.images, s.activation_bytes, again)
         if s.activation_bytes < s.weight_bytes:  # autocast keeps its copies of the weights for the backward pass
             used = (
                 self._block_params()

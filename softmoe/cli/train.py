@@ -80,7 +80,9 @@ def drive(config: TrainConfig, dry_run: bool) -> int:
     except RuntimeError as error:  # torch has a class of its own for this on accelerators only
         if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
             raise
-        raise OSError("out of memory: raise accumulate, set gradient_checkpointing True, or lower the batch") from error
+        raise OSError(
+            "out of memory: raise accumulate, set activation_gb or gradient_checkpointing, or lower the batch"
+        ) from error
 
 
 def parse_train(recipe: str, argv: list[str]) -> tuple[TrainConfig, bool]:

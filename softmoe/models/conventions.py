@@ -55,8 +55,8 @@ class TimmInterface(nn.Module):
         self.head = head.to(device=like.device, dtype=like.dtype)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Keep only the input of each block, and compute the block again in the backward pass."""
-        self.encoder.checkpoint_blocks = enable
+        """Keep only the input of each block and compute its inside again in the backward pass."""
+        self.encoder.recomputed = range(len(self.encoder.blocks) if enable else 0)
 
     def no_weight_decay(self) -> set[str]:
         """Return the parameters without weight decay beside norms and biases, which timm finds by their one axis.

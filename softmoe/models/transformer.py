@@ -3,7 +3,7 @@
 Letters: B sequences, M tokens, D width, A heads, E head width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor, nn
@@ -166,13 +166,14 @@ class Encoder(nn.Module):
             for index in range(depth)
         )
         self.norm = nn.LayerNorm(dim, eps=norm_eps) if last_norm else nn.Identity()
-        self.checkpoint_blocks = False
+        self.recomputed: Collection[int] = ()
+        """Blocks of which only the input is kept; their inside is computed again in the backward pass."""
 
     def forward(self, x_BMD: Tensor, mask: Tensor | None = None, grid: tuple[int, int] | None = None) -> Tensor:
         """Apply all blocks. `grid` is (rows, columns) of an image's patches, which are the last tokens."""
         x_BMD = self.dropout(x_BMD)
-        for block in self.blocks:
-            if self.checkpoint_blocks and self.training:
+        for index, block in enumerate(self.blocks):
+            if index in self.recomputed and self.training:
                 x_BMD = checkpoint(block, x_BMD, mask, grid, use_reentrant=False)
             else:
                 x_BMD = block(x_BMD, mask, grid)

@@ -155,7 +155,7 @@ class TwoTower(nn.Module):
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         self.image.set_grad_checkpointing(enable)
-        self.text.encoder.checkpoint_blocks = enable
+        self.text.encoder.recomputed = range(len(self.text.encoder.blocks) if enable else 0)
 
 
 def unit(x_BE: Tensor) -> Tensor:

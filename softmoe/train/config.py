@@ -163,6 +163,8 @@ class TrainConfig:
     """Split each batch into so many parts, to save memory; the gradient is that of the whole batch."""
     gradient_checkpointing: bool = False
     """Save memory by computing the inside of each block twice."""
+    activation_gb: float | None = None
+    """The same for as few blocks as keep the activations of a process within so many GB, the cheapest first."""
     keep_logits_only: bool = False
     """Save memory in Soft routers by keeping their logits and computing both softmaxes again in the backward pass."""
     max_bad_steps: int = 10
@@ -222,6 +224,8 @@ class TrainConfig:
                 "optim.in_backward updates before the whole gradient is known: set optim.clip_norm to None and "
                 f"accumulate to 1, not {self.optim.clip_norm} and {self.accumulate}"
             )
+        if self.gradient_checkpointing and self.activation_gb is not None:
+            raise ValueError("gradient_checkpointing computes every block twice: leave it out beside activation_gb")
         decay = self.optim.layer_decay
         if decay is not None and not 0.0 < decay <= 1.0:
             raise ValueError(f"optim.layer_decay must be above 0 and at most 1, got {decay}")
@@ -252,6 +256,8 @@ class TrainConfig:
             "parallel.timeout": self.parallel.timeout,
             **{f"optim.{key} of {pattern!r}": value for key, rules in patterns for pattern, value in rules},
         }
+        if self.activation_gb is not None:
+            not_negative["activation_gb"] = self.activation_gb
         for name, value in not_negative.items():
             if not (math.isfinite(value) and value >= 0.0):
                 raise ValueError(f"{name} must be a finite number of at least 0, got {value}")
@@ -282,6 +288,7 @@ class TrainConfig:
             "objective.balance": self.objective.balance,
             "optim.layer_decay": self.optim.layer_decay,
             "model.num_classes": self.model.num_classes,
+            "activation_gb": self.activation_gb,
         }
         for name, value in without.items():
             if value:

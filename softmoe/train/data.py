@@ -231,7 +231,7 @@ class FeatureData(Data):
         starts = range(0, len(rows), size)
         batches = (feature_batch(self.val, self.val_features, rows[start : start + size]) for start in starts)
         examples = self.config.evaluation.examples
-        return batches if examples is None else first_examples(batches, examples)
+        return fed(batches if examples is None else first_examples(batches, examples), self.device)
 
 
 class FeatureLoader:

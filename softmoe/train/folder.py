@@ -45,6 +45,8 @@ FREE = (
     "max_bad_steps",
     "threads",
     "deterministic",
+    "gradient_checkpointing",  # neither changes a bit
+    "activation_gb",
     "precision",  # what it came to be on the device is a fact of the run, and that may not change
     "parallel.",
 )

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from softmoe.budget import cost, memory, text_cost, training_flops
+from softmoe.budget import blocks_to_recompute, cost, memory, text_cost, training_flops
 from softmoe.data import open_source
 from softmoe.models import ViTConfig
 from softmoe.models.two_tower import features_dim
@@ -131,16 +131,25 @@ def on_cuda(config: TrainConfig) -> bool:
     return config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
 
 
+def recomputed(config: TrainConfig, shape: ViTConfig, item: int, processes: int = 1) -> Collection[int]:
+    """Return the blocks whose inside is computed twice; `item` is the size in bytes of a number that is kept."""
+    if config.activation_gb is None:
+        return range(shape.depth if config.gradient_checkpointing else 0)
+    images = config.data.batch_size // processes // config.accumulate
+    return blocks_to_recompute(shape, images, item, config.activation_gb * 1e9)
+
+
 def memory_needed(config: TrainConfig, shape: ViTConfig) -> dict[str, int]:
     """Return the bytes that training needs, by kind."""
+    item = 2 if config.precision == "bfloat16" or (config.precision == "auto" and on_cuda(config)) else 4
     need = memory(
         shape,
         config.data.batch_size // config.accumulate,
         optimizer=config.optim.name,
-        activation_bytes=2 if config.precision == "bfloat16" or (config.precision == "auto" and on_cuda(config)) else 4,
+        activation_bytes=item,
         state_bytes=2 if config.optim.states == "bfloat16" else 4,
         in_backward=config.optim.in_backward,
-        gradient_checkpointing=config.gradient_checkpointing,
+        recomputed=recomputed(config, shape, item),
     )
     copies = {"average": need.weights} if config.ema is not None else {}
     if config.checkpoint.asynchronous:

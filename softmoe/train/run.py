@@ -32,6 +32,7 @@ from softmoe.train.health import HealthWatch
 from softmoe.train.log import MetricsFile, Progress, Sink
 from softmoe.train.objectives import Contrastive, Objective, balance_weights, make_objective
 from softmoe.train.optim import Schedule, make_optimizer, make_schedule
+from softmoe.train.preview import recomputed
 
 
 class Average:
@@ -228,6 +229,13 @@ def build(
         model.lock_image_tower()
         if extract is not None and team.world == 1 and can_keep_features(config, len(data.train)):
             data = FeatureData.of(data, model.image, extract)
+    if config.activation_gb is not None and isinstance(model, VisionTransformer):
+        again = recomputed(config, model.config, 4 if autocast is None else 2, team.world)
+        model.encoder.recomputed = again
+        progress.report(
+            f"to keep activations within {config.activation_gb:g} GB, {len(again)} of {model.config.depth} blocks are "
+            f"computed twice{': ' if again else ''}{', '.join(map(str, again))}"
+        )
     recording = Recording(model)  # before compiling, which looks at the hooks
     average = None if config.ema is None else Average(model, config.ema, twin)  # a copy, before any hook
     optimizer = make_optimizer(model, config.optim, locked=config.model.locked, adapters=config.model.adapters)

@@ -28,9 +28,25 @@ def test_the_page_says_what_is_right_and_what_was_not_there(tmp_path: Path, caps
     assert f"{sum(state == 'ok' for state in found.values())} checks are right, 0 wrong" in text
     assert "| Triton kernels | not tested | not on a CUDA device |" in text
     assert "images/s" in text
+    assert (
+        "\n- routers: Every router in float32 on the device against float64 on the CPU, outputs and gradients.\n"
+        in text
+    )
+    assert all(f"\n- {name}: " in text for name in module.CHECKS)
     assert torch.__version__ in text
     assert str(Path.home()) not in text
     assert shown.endswith(f"wrote {page}\n")
+
+
+@pytest.mark.slow
+def test_many_processes_compute_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes of a CPU, as copies, as shards and with owned experts, have the loss of one; another is wrong."""
+    said = module.spread(Place(torch.device("cpu"), True, tmp_path), 2)
+    assert "4 steps on 2 devices" in said
+    assert [part.split(":")[0] for part in said.split("; ")[1:]] == ["copies", "shards", "owned experts"]
+    monkeypatch.setattr(module, "_loss_of", lambda place, name, processes, *more: float(processes))
+    with pytest.raises(Wrong, match="copies: off by 1"):
+        module.spread(Place(torch.device("cpu"), True, tmp_path), 2)
 
 
 def test_what_is_wrong_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from routers import moe_of
 
-from softmoe.budget import cost, memory
-from softmoe.budget.memory import WAITING
+from softmoe.budget import blocks_to_recompute, cost, memory
+from softmoe.budget.memory import WAITING, activation_memory, block_bytes
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
 from softmoe.moe.routing import ROUTERS
 
@@ -27,9 +27,12 @@ CASES = {
 }
 
 
-def kept_bytes(config: ViTConfig, batch_size: int) -> int:
-    """Bytes of the storages that a training forward pass leaves for the backward pass, parameters aside."""
+def kept_bytes(config: ViTConfig, batch_size: int, recomputed: tuple[int, ...] = ()) -> int:
+    """Bytes of the storages that a training forward pass leaves for the backward pass, parameters aside; the inputs of
+    recomputed blocks, which torch holds itself, are added."""
     model = VisionTransformer(config).train()
+    model.encoder.recomputed = recomputed
+    inputs = len(recomputed) * batch_size * config.tokens * config.width * 4
     own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
     storages: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no address is used twice
 
@@ -41,7 +44,7 @@ def kept_bytes(config: ViTConfig, batch_size: int) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model(torch.randn(batch_size, 3, *config.image_shape)).square().sum()
-    return sum(storage.nbytes() for storage in storages.values())
+    return inputs + sum(storage.nbytes() for storage in storages.values())
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -54,9 +57,36 @@ def test_activations_are_near_what_autograd_keeps(name: str) -> None:
 def test_gradient_checkpointing_keeps_one_block() -> None:
     """The inputs of all blocks and the inside of the largest; twice the depth adds inputs only."""
     shallow, deep = BASE, replace(BASE, depth=8)
-    kept = [memory(c, 4, gradient_checkpointing=True).activations for c in (shallow, deep)]
+    kept = [memory(c, 4, recomputed=range(c.depth)).activations for c in (shallow, deep)]
     assert kept[1] - kept[0] == 4 * (4 * 48 * 64) * 4
     assert kept[0] < memory(shallow, 4).activations
+
+
+@pytest.mark.parametrize("name", ["dense", "one moe", "soft", "tokens_choice", "beside"])
+@pytest.mark.parametrize("share", [1.0, 0.8, 0.6, 0.4])
+def test_as_few_blocks_as_fit_are_computed_twice(name: str, share: float) -> None:
+    """The choice keeps to the limit, by formula and by the tensors that autograd keeps after a forward pass (within
+    6 %); with one block less it would not. With room for all nothing is computed twice."""
+    config = replace(CASES[name], depth=6)
+    whole = memory(config, 4).activations
+    chosen = blocks_to_recompute(config, 4, 4, share * whole)
+    assert activation_memory(config, 4, 4, chosen) <= share * whole
+    assert kept_bytes(config, 4, chosen) <= 1.06 * share * whole
+    assert (len(chosen) > 0) == (share < 1)
+    for left_out in chosen:
+        assert activation_memory(config, 4, 4, set(chosen) - {left_out}) > share * whole
+
+
+def test_the_blocks_that_free_most_come_first() -> None:
+    """A block of narrow experts beside its MLP keeps routing weights for little work: it is computed twice before dense
+    ones are, and of those the lowest. Too little room for any choice is said."""
+    slots = MoEConfig.of("soft", 8, slots_per_expert=12, expert_dim=16, keep_mlp=True, blocks=(3,))
+    config = replace(BASE, depth=6, moe=slots)
+    whole, inside = memory(config, 4).activations, block_bytes(config, 4, 4)
+    assert blocks_to_recompute(config, 4, 4, whole - 1) == (3,)
+    assert blocks_to_recompute(config, 4, 4, whole - inside[3]) == (0, 3)
+    with pytest.raises(ValueError, match="even if every block is computed twice, more than the 1e-06 GB"):
+        blocks_to_recompute(config, 4, 4, 1e3)
 
 
 def test_weights_gradients_and_optimizer_are_exact() -> None:

@@ -3,8 +3,11 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
+
+import numpy as np
 
 SMALL = {
     "steps": 6, "device": "cuda", "precision": "float32", "data.train": "shapes?size=16", "data.batch_size": 4,
@@ -15,12 +18,38 @@ SMALL = {
 }  # fmt: skip
 
 
-def make_run(folder: str, changes: dict[str, Any]) -> Any:
+def make_run(folder: str, changes: dict[str, Any], **more: Any) -> Any:
     from softmoe.train.folder import RunFolder
     from softmoe.train.run import build
 
     config = settings(folder, changes)
-    return build(config, RunFolder.of(config))
+    return build(config, RunFolder.of(config), **more)
+
+
+def no_features(tower: Any, source: Any, transform: Any) -> Any:
+    """Features of all images of a source, as a locked tower is replaced by."""
+    return SimpleNamespace(
+        vectors=np.zeros((len(source), tower.config.width), np.float32), indices=np.arange(len(source))
+    )
+
+
+@contextmanager
+def real_files() -> Iterator[None]:
+    """Weights are read from files as ever and become fake ones when they are read."""
+    import torch
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    from softmoe.storage.weights import WeightFiles
+
+    tensor = WeightFiles.tensor
+
+    def read(files: WeightFiles, name: str) -> Any:
+        with _disable_current_modes():
+            found = tensor(files, name)
+        return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE).from_tensor(found)
+
+    with patch.object(WeightFiles, "tensor", read):
+        yield
 
 
 def settings(folder: str, changes: dict[str, Any]) -> Any:

@@ -28,7 +28,8 @@ GROUPS = {  # two, for two cores: starting a process takes longer than most case
     "all else": (
         *("shards", "owned experts", "owned pieces", "all in one"),
         *("compiled", "contrastive sigmoid", "contrastive softmax", "contrastive in parts", "locked tower"),
-        *("evaluation", "evaluation in bfloat16", "evaluation of captions"),
+        *("kept features", "adapters", "frozen, layer decay", "few shots"),
+        *("evaluation", "evaluation in bfloat16", "evaluation of captions", "evaluation of kept features"),
         *("saving", "resuming", "resuming compact moments", "answering", "exporting"),
         *(f"prepared {weights}, {precision}" for weights in ("bfloat16", "int8") for precision in ("float32", "auto")),
     ),

@@ -19,6 +19,8 @@ from fake_runs import (
     check_save,
     from_host,
     make_run,
+    no_features,
+    real_files,
     real_meshes,
     settings,
     take_step,
@@ -30,13 +32,13 @@ TEXT = {"text.size": "ti", "text.vocab_size": 300, "text.width": 16, "text.depth
         "text.mlp_dim": 16, "text.length": 8}  # fmt: skip
 
 
-def steps(changes: dict[str, Any], count: int = 3, compiled: bool = False) -> list[str]:
+def steps(changes: dict[str, Any], count: int = 3, compiled: bool = False, **more: Any) -> list[str]:
     """The waits of some training steps, the last of which keeps its routings for a line of metrics. Making the run is
     left out."""
     import torch
 
     with tempfile.TemporaryDirectory() as folder, fake_cuda() as waits:
-        run = make_run(folder, changes)
+        run = make_run(folder, changes, **more)
         if compiled:
             torch.compiler.reset()
             whole = torch.compile(run.model, backend="aot_eager", fullgraph=True)
@@ -55,6 +57,17 @@ def balanced(changes: dict[str, Any]) -> list[str]:
     """The waits of steps in which images count by the frequency of their class."""
     with patch("softmoe.data.shapes.ShapesSource.labels", [0, 1, 1], create=True):
         return steps(changes)
+
+
+def adapting(changes: dict[str, Any]) -> list[str]:
+    """The waits of steps that train experts beside the MLPs of a saved model, and nothing else of it."""
+    from softmoe.models import create_model
+    from softmoe.storage import save_pretrained
+
+    small = {"image_size": 16, "width": 16, "depth": 2, "heads": 2, "mlp_dim": 16, "num_classes": 5}
+    with tempfile.TemporaryDirectory() as folder, real_files():
+        save_pretrained(create_model("vit_ti4", **small), folder)
+        return steps({"model.weights": folder, "model.adapters": True, "model.keep_mlp": True} | changes)
 
 
 def on_ranks(expert: int, shard: int, changes: dict[str, Any]) -> list[str]:
@@ -99,18 +112,35 @@ def on_ranks(expert: int, shard: int, changes: dict[str, Any]) -> list[str]:
         return list(waits)
 
 
-def evaluation(changes: dict[str, Any]) -> list[str]:
+def few_shots() -> list[str]:
+    """The waits of an evaluation by few shots in a run; what is done with features on the host is not looked at."""
+    import numpy as np
+
+    from softmoe.evaluate.probes import fewshot_evaluator
+    from softmoe.storage.saved import Preprocessing
+
+    few = fewshot_evaluator("shapes?size=16&length=8", Preprocessing(image_size=(16, 16)))
+    found = SimpleNamespace(accuracies={"data": {10: [0.0]}})
+    host = patch("torch.Tensor.numpy", lambda tensor: np.zeros(tuple(tensor.shape)))
+    with host, patch("softmoe.evaluate.probes.few_shot", lambda *_, **__: found):
+        return evaluation({}, evaluators={"fewshot": few})
+
+
+def evaluation(changes: dict[str, Any], **more: Any) -> list[str]:
     """The waits of an evaluation in a run, which must be none: numbers come one batch behind."""
     from softmoe.data import feed
     from softmoe.models.classification import Totals
     from softmoe.train.reporting import evaluate
 
+    def fed_from_host(batches: Any, *given: Any) -> Any:
+        return fed(from_host(batches), *given)
+
     fed = feed.fed
     with tempfile.TemporaryDirectory() as folder, fake_cuda() as waits:
-        run = make_run(folder, changes)
-        host = patch("softmoe.train.data.fed", lambda batches, *more: fed(from_host(batches), *more))
+        run = make_run(folder, changes, **more)
+        host = patch("softmoe.train.data.fed", fed_from_host), patch("softmoe.evaluate.features.fed", fed_from_host)
         known = patch("softmoe.models.classification.check_labels"), patch.object(Totals, "numbers", no_numbers)
-        with host, known[0], known[1]:  # what labels and counts are is not known here
+        with host[0], host[1], known[0], known[1]:  # what labels and counts are is not known here
             waits.clear()
             evaluate(run)
         assert run.numbers
@@ -137,28 +167,15 @@ def saving(changes: dict[str, Any]) -> list[str]:
 
 def resuming(changes: dict[str, Any]) -> list[str]:
     """The waits of the steps after a resume from a checkpoint that was written on a CPU."""
-    import torch
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    from softmoe.storage.weights import WeightFiles
     from softmoe.train import train
     from softmoe.train.loop import resume
 
     with tempfile.TemporaryDirectory() as folder:
         begun = settings(folder, changes | {"steps": 2, "device": "cpu"})
         train(begun)
-        tensor = WeightFiles.tensor
-
-        def read(files: WeightFiles, name: str) -> Any:
-            with _disable_current_modes():
-                found = tensor(files, name)
-            return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE).from_tensor(found)
-
-        with fake_cuda() as waits, patch.object(WeightFiles, "tensor", read):
+        with fake_cuda() as waits, real_files():
             run = make_run(folder, changes | {"steps": 2})
-            run.config = replace(
-                run.config, device="cpu"
-            )  # a run stays on its kind of device; what is read is the same
+            run.config = replace(run.config, device="cpu")  # a run stays on its kind; what is read is the same
             resume(run)
             assert run.done.step == 2
             check_places(run)
@@ -262,6 +279,7 @@ ROUTERS = ("tokens_choice", "experts_choice", "identity", "uniform", "soft_unifo
 IN_BACKWARD = {"optim.in_backward": True, "optim.clip_norm": None}
 COMPACT = {"optim.states": "bfloat16"}
 LOCKED = TEXT | {"model.locked": True}
+FEW = {"data.train": "shapes?size=16&length=20"}
 CASES: dict[str, Callable[[], list[str]]] = {
     "softmax": partial(steps, {"objective.label_smoothing": 0.1}),
     "sigmoid": partial(steps, {"objective.loss": "sigmoid"}),
@@ -290,9 +308,14 @@ CASES: dict[str, Callable[[], list[str]]] = {
     "contrastive softmax": partial(steps, TEXT | {"precision": "auto"}),
     "contrastive in parts": partial(steps, TEXT | {"accumulate": 2}),
     "locked tower": partial(steps, LOCKED),
+    "kept features": partial(steps, LOCKED | FEW, extract=no_features),
+    "adapters": partial(adapting, {"precision": "auto"}),
+    "frozen, layer decay": partial(steps, COMPACT | {"optim.layer_decay": 0.7, "optim.lr_patterns": [["^embed", 0.0]]}),
     "evaluation": partial(evaluation, {}),
     "evaluation in bfloat16": partial(evaluation, {"precision": "auto", "ema": 0.9}),
     "evaluation of captions": partial(evaluation, TEXT),
+    "evaluation of kept features": partial(evaluation, LOCKED | FEW, extract=no_features),
+    "few shots": few_shots,
     "saving": partial(saving, {"ema": 0.9}),
     "resuming": partial(resuming, {}),
     "resuming compact moments": partial(resuming, COMPACT | {"ema": 0.9}),

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from train.same_run import assert_same_run, final_state
 
+from softmoe.budget.memory import activation_memory
+from softmoe.models import ViTConfig
 from softmoe.storage.checkpoint import read_checkpoint
 from softmoe.train import Diverged, TrainConfig, train
 from softmoe.train.folder import RunFolder
@@ -53,6 +55,23 @@ def test_the_average_is_the_plain_recursion(make_config):
             expected[name] = 0.75 * expected[name] + 0.25 * p.detach()
     for name, p in run.average.model.named_parameters():
         torch.testing.assert_close(p, expected[name], msg=name)
+
+
+def test_blocks_computed_twice_change_no_bit(make_config, capsys):
+    """A run whose activations must keep to a limit computes a block twice, says which, and goes on from a checkpoint
+    without a limit; it ends with the bits of a run that never had one."""
+    plain, limited = make_config(run_name="plain"), make_config(run_name="limited", **{"log.quiet": False})
+    train(plain)
+    shape = built(plain).model.config
+    assert isinstance(shape, ViTConfig)
+    limited = replace(limited, steps=4, activation_gb=0.9e-9 * activation_memory(shape, 4, 4))
+    run = built(limited)
+    assert len(run.model.encoder.recomputed) == 1
+    train(limited)
+    assert "GB, 1 of 2 blocks are computed twice: " in capsys.readouterr().err
+    train(replace(limited, steps=6, activation_gb=None))
+    found, right = final_state(limited)[0], final_state(plain)[0]
+    assert all(torch.equal(found[name], value) for name, value in right.items())
 
 
 def poisoned(config: TrainConfig, bad: range, *, gradient_only: bool = False):

@@ -10,7 +10,7 @@ from torch import Tensor
 from softmoe.accelerate.kernels.dot import launch
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["index"])
 def adamw_kernel(
     weight_ptr, gradient_ptr, first_ptr, second_ptr, step_ptr, skip_ptr, noise_ptr, index, numbers,
     rate, beta1, beta2, log_beta1, log_beta2, eps, weight_decay,

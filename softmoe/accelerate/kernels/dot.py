@@ -20,8 +20,8 @@ def dot(a, b, total, PRECISION: tl.constexpr):
 
 
 def precision() -> str:
-    """As torch is told to multiply on CUDA."""
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    """As torch is told to multiply on CUDA, by its older switch (allow_tf32) or its newer one: this reads both."""
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def depth() -> int:
