@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from softmoe.bench.cases import Row
+    from softmoe.machine import Precision
 
 SUITES = {
     "layer": "softmoe.bench.peers:bench_layer",
@@ -27,11 +28,11 @@ ON_CUDA = ("layer", "model", "infer", "routers", "scaling")
 
 
 @contextmanager
-def timed_on(device: str, what: str, precision: str = "float32") -> Iterator[None]:
+def timed_on(device: str, what: str, precision: "Precision" = "float32") -> Iterator[None]:
     """Create tensors on that device in this context, with products in that precision. ValueError if it cannot be."""
     import torch
 
-    from softmoe.machine import choose_device
+    from softmoe.machine import choose_device, choose_precision
 
     place = choose_device(device)
     if place.type == "cpu":
@@ -41,6 +42,7 @@ def timed_on(device: str, what: str, precision: str = "float32") -> Iterator[Non
         return
     if place.type != "cuda" or what not in ON_CUDA:
         raise ValueError(f"on cuda one can time {', '.join(ON_CUDA)}, not {what} on {device}")
+    choose_precision(precision, place)  # float32 is TF32's there, as in training
     with torch.device(place), torch.autocast("cuda", torch.bfloat16, enabled=precision == "bfloat16"):
         yield
 

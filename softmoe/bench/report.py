@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from softmoe import __version__
 from softmoe.accelerate import fastest
 from softmoe.bench.cases import Row
 from softmoe.bench.timing import Roofline, Timing, cpu_name, machine_facts
@@ -137,7 +138,7 @@ class Check:
 
 def facts(device: torch.device) -> dict[str, str]:
     """Collect facts of the machine for the page, and none of its user."""
-    found = {"softmoe": version_of("softmoe"), "torch": torch.__version__, "python": platform.python_version()}
+    found = {"softmoe": __version__, "torch": torch.__version__, "python": platform.python_version()}
     found |= {"triton": version_of("triton"), "system": f"{platform.system()} {platform.machine()}", "cpu": cpu_name()}
     found["cores"] = str(os.cpu_count())
     if device.type == "cuda":

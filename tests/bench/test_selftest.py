@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import softmoe
 from softmoe.bench import selftest as module
 from softmoe.bench.selftest import NotHere, Place, Wrong
 from softmoe.cli import main
@@ -33,7 +34,7 @@ def test_the_page_says_what_is_right_and_what_was_not_there(tmp_path: Path, caps
         in text
     )
     assert all(f"\n- {name}: " in text for name in module.CHECKS)
-    assert torch.__version__ in text
+    assert f"softmoe {softmoe.__version__}; torch {torch.__version__}; " in text
     assert str(Path.home()) not in text
     assert shown.endswith(f"wrote {page}\n")
 

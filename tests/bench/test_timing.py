@@ -1,6 +1,7 @@
 """The bench room: fair turns, right counts, readable rows. No test here asserts a speed."""
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -130,3 +131,16 @@ def test_cores_that_a_gpu_needs() -> None:
     rate = 0.4 * 312e12 / cost("soft_s16_128e").train_flops
     assert len(lines) == 6
     assert f"a100-40 with soft_s16_128e takes {rate:7,.0f} images/s, those of {rate / 100:.1f} such cores" in lines[0]
+
+
+def test_float32_on_cuda_is_that_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is timed in float32 on a GPU multiplies as a training run in float32 does there: in TF32."""
+    from softmoe.bench import timed_on
+
+    before = torch.backends.cuda.matmul.allow_tf32
+    monkeypatch.setattr("softmoe.machine.choose_device", torch.device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of autocast, where there is no GPU
+        with timed_on("cuda", "layer"):
+            assert torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = before

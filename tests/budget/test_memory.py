@@ -66,12 +66,12 @@ def test_gradient_checkpointing_keeps_one_block() -> None:
 @pytest.mark.parametrize("share", [1.0, 0.8, 0.6, 0.4])
 def test_as_few_blocks_as_fit_are_computed_twice(name: str, share: float) -> None:
     """The choice keeps to the limit, by formula and by the tensors that autograd keeps after a forward pass (within
-    6 %); with one block less it would not. With room for all nothing is computed twice."""
+    8 %); with one block less it would not. With room for all nothing is computed twice."""
     config = replace(CASES[name], depth=6)
     whole = memory(config, 4).activations
     chosen = blocks_to_recompute(config, 4, 4, share * whole)
     assert activation_memory(config, 4, 4, chosen) <= share * whole
-    assert kept_bytes(config, 4, chosen) <= 1.06 * share * whole
+    assert kept_bytes(config, 4, chosen) <= 1.08 * share * whole
     assert (len(chosen) > 0) == (share < 1)
     for left_out in chosen:
         assert activation_memory(config, 4, 4, set(chosen) - {left_out}) > share * whole
