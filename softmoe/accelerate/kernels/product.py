@@ -38,11 +38,10 @@ def product_kernel(
     s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
     j = tl.program_id(1) * BLOCK_J + tl.arange(0, BLOCK_J)
     has_s, has_j = s < S, j < J
-    row = n * a_stride_n + s.to(tl.int64) * a_stride_s  # rows of one expert alone may be more than 2^31 numbers
     product = tl.zeros((BLOCK_S, BLOCK_J), tl.float32)
     for start in range(0, K, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        a_place = row[:, None] + k[None, :] * a_stride_k
+        a_place = n * a_stride_n + s[:, None] * a_stride_s + k[None, :] * a_stride_k
         b_place = n * b_stride_n + k[:, None] * b_stride_k + j[None, :] * b_stride_j
         a = tl.load(a_ptr + a_place, has_s[:, None] & (k < K)[None, :], 0.0)
         b = tl.load(b_ptr + b_place, (k < K)[:, None] & has_j[None, :], 0.0)
@@ -92,6 +91,8 @@ def _launch(
     active: Tensor | None = None, keep: bool = False,
 ) -> None:  # fmt: skip
     N, S, J = out.shape
+    if S * a.stride(1) >= 1 << 31:  # places in an expert's rows are 32-bit numbers; those of experts are not
+        raise ValueError(f"the kernel takes less than 2^31 numbers an expert, got {S} rows of {a.stride(1)}")
     tile = tile_for(S)
     launch(
         product_kernel, (triton.cdiv(S, tile["BLOCK_S"]), triton.cdiv(J, tile["BLOCK_J"]), N),

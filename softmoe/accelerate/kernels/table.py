@@ -143,8 +143,8 @@ def _launch(what: str, kernel: Any, arguments: tuple[Any, ...], named: dict[str,
     return Launch(what, kernel, tuple(signature), tuple(constants), tuple(multiples), warps)
 
 
-def compiled(launch: Launch, capability: str) -> Any:
-    """Compile what a launch asks for."""
+def usage(launch: Launch, capability: str) -> Usage:
+    """Compile, and ask what the machine code takes."""
     places = {p.name: (i,) for i, p in enumerate(launch.kernel.params)}
     source = ASTSource(
         fn=launch.kernel,
@@ -153,19 +153,15 @@ def compiled(launch: Launch, capability: str) -> Any:
         attrs={places[name]: [["tt.divisibility", 16]] for name in launch.multiples},
     )
     target = GPUTarget("cuda", CAPABILITIES[capability], 32)
-    return triton.compile(source, target=target, options={"enable_fp_fusion": True, "num_warps": launch.warps})
-
-
-def usage(code: Any) -> Usage:
-    """Ask what compiled machine code takes."""
+    compiled = triton.compile(source, target=target, options={"enable_fp_fusion": True, "num_warps": launch.warps})
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(code.asm["cubin"])
+        file.write(compiled.asm["cubin"])
         file.flush()
         tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
         said = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
     line = next(line for line in said.stdout.splitlines() if "REG:" in line)
     facts = dict(part.split(":") for part in line.split() if ":" in part)
-    return Usage(int(facts["REG"]), int(facts["STACK"]) + int(facts["LOCAL"]), code.metadata.shared)
+    return Usage(int(facts["REG"]), int(facts["STACK"]) + int(facts["LOCAL"]), compiled.metadata.shared)
 
 
 def table(sizes: dict[str, tuple[int, int, int, int]] = SIZES) -> list[str]:
@@ -184,7 +180,7 @@ def table(sizes: dict[str, tuple[int, int, int, int]] = SIZES) -> list[str]:
         "|---|---|---|---|---|---|",
     ]
     for launch, (types, names) in rows.items():
-        found = [usage(compiled(launch, capability)) for capability in named]
+        found = [usage(launch, capability) for capability in named]
         registers, spilled, shared = zip(*found, strict=True)
         lines.append(
             f"| {launch.what} | {', '.join(types)} | {', '.join(names)} | {', '.join(map(str, registers))} | "
