@@ -143,9 +143,14 @@ def choose_device(name: str, place: int | None = None) -> "torch.device":
         name = f"cuda:{place}"
     try:
         device = torch.device(name)
+    except RuntimeError as error:
+        known = "auto, cpu, cuda, cuda:1 and mps"
+        raise ValueError(f"the device {name!r} cannot be used here: it is none of {known}") from error
+    try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"the device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
+        why = "torch finds no Apple GPU" if device.type == "mps" else str(error).splitlines()[0]
+        raise ValueError(f"the device {name!r} cannot be used here: {why}") from error
     return device
 
 

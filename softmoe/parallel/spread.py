@@ -33,7 +33,7 @@ from softmoe.models import TwoTower, VisionTransformer, ViTConfig
 from softmoe.models.transformer import Block
 from softmoe.moe import Experts, ExpertsBeside, MoE, SparseConfig
 from softmoe.parallel.experts import OwnedExperts, draw_part
-from softmoe.parallel.reduce import local, mean_over_ranks
+from softmoe.parallel.reduce import is_spread, local, mean_over_ranks
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ def building(mesh: Mesh, **options: Any) -> Iterator[None]:
     """
 
     def on_meta(part: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        empty = type(part) is Experts and parameter is not None
-        return nn.Parameter(torch.empty_like(parameter, device="meta")) if empty else None
+        is_new = type(part) is Experts and parameter is not None and not is_spread(parameter)
+        return nn.Parameter(torch.empty_like(parameter, device="meta")) if is_new else None
 
     def keep_mine(layer: nn.Module, name: str, part: nn.Module | None) -> nn.Module | None:
         if isinstance(layer, MoE) and type(part) is Experts:

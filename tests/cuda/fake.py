@@ -69,7 +69,7 @@ def fake_cuda() -> Iterator[list[str]]:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             name = func.name()
-            if name in ("aten::_local_scalar_dense", "aten::item"):
+            if name in ("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero"):  # the last in inference mode
                 if is_cuda(args[0]):
                     waits.append(f"read {place()}")
                 return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
@@ -140,7 +140,11 @@ def stand_ins(waits: list[str]) -> dict[str, Any]:
 
     import torch
 
+    swap = torch.utils.swap_tensors
     return {
+        "torch.utils.swap_tensors": lambda one, other: (
+            None if one is other else swap(one, other)
+        ),  # fails for fake ones
         "torch.nn.init.trunc_normal_": lambda weight, **_: weight,  # draws until it reads that all fit
         "torch.nn.Module.to": moved,
         "torch.Tensor.record_stream": lambda tensor, stream: None,
