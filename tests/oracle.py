@@ -124,6 +124,16 @@ def dense_layer(x: Array, dispatch: Array, combine: Array, experts: Callable[[in
 # --- routers that choose: tokens choice, experts choice, identity --------------------------------------------
 
 
+def merge(x: Array, queries: Array, prefix: int) -> Array:
+    """PatchMerger of normalized tokens (B, M, D): each query's mean of them, by a softmax over the tokens."""
+    merged = np.zeros((len(x), len(queries), x.shape[2]))
+    for image, tokens in enumerate(x[:, prefix:]):
+        for place, query in enumerate(queries):
+            for weight, token in zip(softmax(np.array([token @ query for token in tokens])), tokens, strict=True):
+                merged[image, place] += weight * token
+    return merged
+
+
 def token_groups(tokens: int, size: int) -> Iterator[list[int]]:
     """Consecutive tokens; the last group has what is left."""
     for start in range(0, tokens, size):

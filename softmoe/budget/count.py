@@ -3,15 +3,15 @@
 FLOPs outside the matrix products are counted as XLA does: 1 per element and operation; exp, tanh and rsqrt are free.
 The coefficients of attention, MLP, experts, Soft, Tokens Choice and Experts Choice were read off XLA's analysis of the
 reference code; whole models then agree with it to 0.002 % forward and 0.02 % in training (Tokens Choice 0.2 %). The
-rest (no QK-norm, attention pooling, the tanh layer, fixed routers) follows from the same terms and is an estimate.
-All of it is under 1 % of a usual model. Letters: see parts.py.
+rest (no QK-norm, attention pooling, the tanh layer, fixed routers, merged tokens) follows from the same terms and is an
+estimate. All of it is under 1 % of a usual model. Letters: see parts.py.
 """
 
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple, get_args
 
-from softmoe.budget.parts import SPARSE, Part, Routed, checked, macs_without_gradient, parts, routed
+from softmoe.budget.parts import SPARSE, Part, Routed, checked, macs_without_gradient, parts, patches, routed
 from softmoe.models import TextConfig, TwoTowerConfig, VisionTransformer, ViTConfig, model_config
 from softmoe.models.registry import override
 from softmoe.models.two_tower import features_dim
@@ -76,17 +76,20 @@ FORWARD, TRAIN = (
 def elementwise(config: ViTConfig, terms: Terms, *, one_hot: bool = False) -> int:
     """Return the FLOPs per image outside matrix products, forward (FORWARD) or forward and backward (TRAIN)."""
     c, t = config, terms
-    M, D, A, H, L = c.tokens, c.width, c.heads, c.mlp_dim, c.depth
+    D, A, H = c.width, c.heads, c.mlp_dim
+    *entering, M = c.tokens_by_block
     tokens, head_rows = t.tokens, t.head_rows
     if not c.qk_norm:
         tokens, head_rows = tokens - t.qk_norm[0], head_rows - t.qk_norm[1]
-    block = tokens * M * D + t.pairs * A * M**2 + head_rows * A * M + t.token_rows * M
+    blocks = sum(tokens * m * D + t.pairs * A * m**2 + head_rows * A * m + t.token_rows * m for m in entering)
     moe = routed(c)
-    dense = L - (moe.replaced if moe else 0)
-    total = Fraction(L * block + dense * t.hidden * M * H + t.outside * M * D + t.classes * (c.num_classes or 0))
+    hidden = (sum(entering) - (moe.replaced if moe else 0) * c.tokens) * t.hidden * H
+    total = Fraction(blocks + hidden + t.outside * M * D + t.classes * (c.num_classes or 0))
     if c.pool == "attention":
         total += t.pool * (8 * M * D + 4 * A * M + 9 * H + 20 * D)
     total += t.pool * (c.representation_size or 0)
+    if c.merge:  # a norm and a softmax
+        total += t.pool * 8 * patches(c) * D + t.pairs * patches(c) * c.merge[1]
     if moe:
         total += moe.layers * router_flops(c, moe, t.routers[moe.router], one_hot)
     return round(total)

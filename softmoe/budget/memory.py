@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from softmoe.budget.count import cost
-from softmoe.budget.parts import LEARNED, SPARSE, checked, parts, routed
+from softmoe.budget.parts import LEARNED, SPARSE, checked, parts, patches, routed
 from softmoe.models import ViTConfig
 
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 1, "none": 0}  # numbers kept per parameter; sgd with momentum
@@ -84,21 +84,32 @@ def activation_memory(config: ViTConfig, batch_size: int, item: int, recomputed:
     Of a recomputed block its input is kept. When its inside is computed again, what is above it is gone.
     """
     kept = highest = 0
-    for index, inside in enumerate(block_bytes(config, batch_size, item)):
+    for index, (tokens, inside) in enumerate(block_bytes(config, batch_size, item)):
         again = index in recomputed
-        kept += batch_size * config.tokens * config.width * item if again else inside
+        kept += batch_size * tokens * config.width * item if again else inside
         highest = max(highest, kept + inside * again)
     return highest + outside_bytes(config, batch_size, item)
 
 
-def block_bytes(config: ViTConfig, batch_size: int, item: int) -> list[int]:
-    """Return the bytes that each block keeps for the backward pass."""
-    T, moe = batch_size * config.tokens, routed(config)
-    attention, mlp = attention_bytes(config, T, item), mlp_bytes(config, T, item)
-    routed_block = 0
-    if moe is not None:
-        routed_block = attention + moe_bytes(config, batch_size, item) + (0 if moe.replaced else mlp)
-    return [routed_block if index in config.moe_blocks else attention + mlp for index in range(config.depth)]
+def block_bytes(config: ViTConfig, batch_size: int, item: int) -> list[tuple[int, int]]:
+    """Return for each block the tokens of an image that enter it, and the bytes that it keeps for the backward pass."""
+    c, blocks = config, []
+    for index, tokens in enumerate(c.tokens_by_block[:-1]):
+        kept = attention_bytes(c, batch_size, tokens, item)
+        if index in c.moe_blocks:
+            kept += moe_bytes(c, batch_size, item)
+        if has_mlp(c, index):
+            kept += mlp_bytes(c, batch_size * tokens, item)
+        if c.merge and c.merge[0] == index:
+            kept += merger_bytes(c, batch_size, item)
+        blocks.append((tokens, kept))
+    return blocks
+
+
+def has_mlp(config: ViTConfig, index: int) -> bool:
+    """Return whether a block has an MLP: experts may stand in its place or beside it."""
+    moe = routed(config)
+    return moe is None or index not in config.moe_blocks or not moe.replaced
 
 
 def blocks_to_recompute(config: ViTConfig, batch_size: int, item: int, limit: float) -> tuple[int, ...]:
@@ -107,17 +118,10 @@ def blocks_to_recompute(config: ViTConfig, batch_size: int, item: int, limit: fl
     First come blocks of the kind that frees most bytes for a multiply-accumulate; of a kind the lowest first, whose
     insides come when those above are gone. ValueError if all blocks are not enough.
     """
-    part, layers = parts(config), len(config.moe_blocks)
-    routed_work = (part["routing"].macs + part["experts"].macs) / max(1, layers)
-    moe = routed(config)
-    plain = config.depth - (moe.replaced if moe else 0)  # blocks that have an MLP
-    freed, work = [], []
-    for index, inside in enumerate(block_bytes(config, batch_size, item)):
-        is_routed = index in config.moe_blocks
-        has_mlp = not is_routed or (moe is not None and not moe.replaced)
-        freed.append(inside - batch_size * config.tokens * config.width * item)
-        mlp = part["mlp"].macs / plain if has_mlp else 0
-        work.append(part["attention"].macs / config.depth + mlp + (routed_work if is_routed else 0))
+    freed = [
+        inside - batch_size * tokens * config.width * item for tokens, inside in block_bytes(config, batch_size, item)
+    ]
+    work = block_work(config)
     order = sorted(range(config.depth), key=lambda index: (-freed[index] / work[index], index))
     for count in range(config.depth + 1):
         chosen = order[:count]
@@ -136,23 +140,37 @@ def blocks_to_recompute(config: ViTConfig, batch_size: int, item: int, limit: fl
     return tuple(sorted(chosen))
 
 
+def block_work(config: ViTConfig) -> list[float]:
+    """Return each block's part of the multiply-accumulates of an image, in proportion to its tokens."""
+    part, entering = parts(config), config.tokens_by_block[:-1]
+    with_mlp = sum(tokens for index, tokens in enumerate(entering) if has_mlp(config, index))
+    routed_work = (part["routing"].macs + part["experts"].macs) / max(1, len(config.moe_blocks))
+    return [
+        part["attention"].macs * tokens / sum(entering)
+        + (part["mlp"].macs * tokens / with_mlp if has_mlp(config, index) else 0)
+        + (routed_work if index in config.moe_blocks else 0)
+        for index, tokens in enumerate(entering)
+    ]
+
+
 def outside_bytes(config: ViTConfig, batch_size: int, item: int) -> int:
     """Return the bytes of what stands outside the blocks: pixels, the last norm, pooling and head."""
-    c, T = config, batch_size * config.tokens
+    c, T = config, batch_size * config.tokens_by_block[-1]
     height, width = c.image_shape
-    kept = batch_size * 3 * height * width + T * (c.width + 2) + (T * c.width if c.dropout else 0)
+    kept = batch_size * 3 * height * width + T * (c.width + 2)
+    kept += batch_size * c.tokens * c.width if c.dropout else 0
     if c.pool == "attention":  # its input, keys and values, and the normalized keys
         kept += T * c.width * (4 if c.qk_norm else 3) + batch_size * (7 * c.width + 2 * c.mlp_dim)
     return (kept + batch_size * (c.width + 2 * (c.representation_size or 0) + (c.num_classes or 0))) * item
 
 
-def attention_bytes(config: ViTConfig, T: int, item: int) -> int:
+def attention_bytes(config: ViTConfig, batch_size: int, tokens: int, item: int) -> int:
     """Return the bytes of an attention: its residual inputs and norms; queries, keys, values; the fused result."""
-    D, A = config.width, config.heads
+    D, A, T = config.width, config.heads, batch_size * tokens
     rows = 11 if config.attention_dropout else 10 if config.qk_norm else 8
     kept = T * (rows * D + (5 if config.qk_norm else 1) * A + 4)
     if config.attention_dropout:  # not fused: the weights before and after dropout, and its mask
-        kept += 3 * A * T * config.tokens
+        kept += 3 * A * T * tokens
     if config.dropout:
         kept += T * D
     return kept * item
@@ -162,6 +180,12 @@ def mlp_bytes(config: ViTConfig, T: int, item: int) -> int:
     """Return the bytes of a dense MLP: before and after the GELU; with dropout its two masks."""
     masks = config.mlp_dim + config.width if config.dropout else 0
     return T * (2 * config.mlp_dim + masks) * item
+
+
+def merger_bytes(config: ViTConfig, batch_size: int, item: int) -> int:
+    """Return the bytes of a merger: its input, the normalized tokens, the weights, and the statistics of the norm."""
+    assert config.merge is not None
+    return batch_size * patches(config) * (2 * config.width + config.merge[1] + 2) * item
 
 
 def moe_bytes(config: ViTConfig, batch_size: int, item: int) -> int:

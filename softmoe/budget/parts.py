@@ -3,7 +3,7 @@
 `checked` and `routed` derive from a configuration the numbers that all formulas of this room share.
 
 Letters: M tokens of an image (a class token included), D width, A heads, H hidden width, L blocks; per MoE layer
-N experts, S rows that they process per image, all experts together.
+N experts, S rows that they process per image, all experts together. Where tokens are merged, later blocks have fewer.
 """
 
 from dataclasses import dataclass
@@ -118,9 +118,10 @@ def parts(config: ViTConfig, *, one_hot: bool = False) -> dict[str, Part]:
     With `one_hot`, sparse routers pay for the two one-hot products of the paper's dispatcher.
     """
     c = config
-    M, D, H, L = c.tokens, c.width, c.mlp_dim, c.depth
+    D, H, L = c.width, c.mlp_dim, c.depth
     moe = routed(c)
-    dense = L - (moe.replaced if moe else 0)
+    replaced = moe.replaced if moe else 0
+    entering = c.tokens_by_block[:-1]
     one_mlp = mlp_params(D, H)
     routing, experts = Part(0, 0), Part(0, 0)
     if moe and c.moe:
@@ -129,8 +130,9 @@ def parts(config: ViTConfig, *, one_hot: bool = False) -> dict[str, Part]:
         experts = Part(moe.layers * moe.experts * one_expert, round(moe.layers * 2 * moe.rows * D * moe.hidden))
     return {
         "embedding": embedding(c),
-        "attention": Part(L * attention_params(c), L * (4 * M * D**2 + 2 * M**2 * D)),
-        "mlp": Part(dense * one_mlp, dense * 2 * M * D * H),
+        "attention": Part(L * attention_params(c), sum(4 * M * D**2 + 2 * M**2 * D for M in entering)),
+        "mlp": Part((L - replaced) * one_mlp, (sum(entering) - replaced * c.tokens) * 2 * D * H),
+        **({} if c.merge is None else {"merger": Part((2 + c.merge[1]) * D, 2 * patches(c) * c.merge[1] * D)}),
         "routing": routing,
         "experts": experts,
         "norm": Part(4 * L * D + 2 * D + (2 * L * D if c.layer_scale else 0), 0),
@@ -149,9 +151,10 @@ def embedding(config: ViTConfig) -> Part:
 
 def head(config: ViTConfig) -> Part:
     """Count pooling, the tanh layer if there is one, and the classifier."""
-    M, D, H = config.tokens, config.width, config.mlp_dim
+    M, D, H = config.tokens_by_block[-1], config.width, config.mlp_dim
     params = macs = 0
-    if config.pool == "attention":  # one learned query; an attention, a norm and an MLP
+    if config.pool == "attention":  # one learned query; an attention, a norm and an MLP; registers are not pooled
+        M -= config.registers
         params += D + attention_params(config) + 2 * D + mlp_params(D, H)
         macs += 2 * D**2 + 2 * M * D**2 + 2 * M * D + 2 * D * H
     features = config.representation_size or D

@@ -174,6 +174,9 @@ class ViTConfig:
     pool_norm: bool = False
     """Apply the last norm after pooling instead of before (MAE, DeiT-III with mean pooling)."""
     norm_eps: float = 1e-6
+    merge: tuple[int, int] | None = None
+    """(block, tokens), for models without experts: after this block, counted from 0, so many merged tokens go on in
+    place of the cells' (PatchMerger)."""
     moe: MoEConfig | None = None
 
     @property
@@ -191,6 +194,14 @@ class ViTConfig:
         return self.grid[0] * self.grid[1] + self.prefix
 
     @property
+    def tokens_by_block(self) -> tuple[int, ...]:
+        """The number of tokens that enter each block, and, last, of those that leave the last one."""
+        if self.merge is None:
+            return (self.tokens,) * (self.depth + 1)
+        block, merged = self.merge
+        return (self.tokens,) * (block + 1) + (self.prefix + merged,) * (self.depth - block)
+
+    @property
     def prefix(self) -> int:
         """The number of tokens before those of the patches: class token and registers."""
         return (self.pool == "class") + self.registers
@@ -205,8 +216,9 @@ class ViTConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ViTConfig":
         values = with_moe(values)
-        if isinstance(values.get("image_size"), list):
-            values["image_size"] = tuple(values["image_size"])
+        for name in ("image_size", "merge"):
+            if isinstance(values.get(name), list):
+                values[name] = tuple(values[name])
         return cls(**values)
 
 

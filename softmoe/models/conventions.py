@@ -63,7 +63,7 @@ class TimmInterface(nn.Module):
 
         The biases of stacked experts have two axes and would be taken for matrices.
         """
-        ends = (".phi", ".probe", ".b1", ".b2", ".center", ".log_width")
+        ends = (".phi", ".probe", ".b1", ".b2", ".center", ".log_width", ".queries")
         return {
             name
             for name, _ in self.named_parameters()
@@ -102,6 +102,8 @@ class TimmInterface(nn.Module):
             raise ValueError(f"output_fmt must be NCHW or NLC, got {output_fmt!r}")
         depth = len(self.encoder.blocks)
         taken = self.block_numbers(indices, depth)
+        if output_fmt == "NCHW" and self.config.merge is not None and max(taken) >= self.config.merge[0]:
+            raise ValueError(f"tokens are merged after block {self.config.merge[0]}: from there on there are no maps")
         x_BMD, grid = self.embed_images(x)
         x_BMD = self.encoder.dropout(x_BMD)
         prefix = x_BMD.shape[1] - grid[0] * grid[1]

@@ -90,10 +90,35 @@ class DropPath(nn.Module):
         return x_BMD * (kept_B11 / (1.0 - self.rate))
 
 
+class PatchMerger(nn.Module):
+    """Merge an image's tokens into fewer (arXiv 2202.12015): each is a mean of the normalized ones, weighed by a softmax
+    over them of their products with a learned query. The `prefix` tokens in front, which belong to no cell, stay.
+
+    There is no way back to the tokens, as a Soft MoE's combine has one.
+    """
+
+    def __init__(self, dim: int, tokens: int, prefix: int = 0, norm_eps: float = NORM_EPS):
+        super().__init__()
+        self.prefix = prefix
+        self.norm = nn.LayerNorm(dim, eps=norm_eps)
+        self.queries = nn.Parameter(torch.empty(tokens, dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        normal_(self.queries, std=self.queries.shape[1] ** -0.5)  # first logits have a variance of 1
+
+    def forward(self, x_BMD: Tensor) -> Tensor:
+        normed_BMD = self.norm(x_BMD[:, self.prefix :])
+        weights_BSM = (self.queries @ normed_BMD.transpose(1, 2)).softmax(dim=-1)
+        merged_BSD = weights_BSM.to(normed_BMD.dtype) @ normed_BMD
+        return torch.cat([x_BMD[:, : self.prefix], merged_BSD], dim=1) if self.prefix else merged_BSD
+
+
 class Block(nn.Module):
     """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    With `layer_scale` the output of each branch is multiplied by a learned vector.
+    With `layer_scale` the output of each branch is multiplied by a learned vector. A `merger`, if there is one, turns
+    the tokens into fewer at the end.
     """
 
     def __init__(
@@ -106,6 +131,7 @@ class Block(nn.Module):
         drop_path: float = 0.0,
         norm_eps: float = NORM_EPS,
         layer_scale: bool = False,
+        merger: nn.Module | None = None,
     ):
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
@@ -116,12 +142,14 @@ class Block(nn.Module):
         self.mlp = mlp
         self.scale1 = nn.Parameter(torch.full((dim,), LAYER_SCALE)) if layer_scale else None
         self.scale2 = nn.Parameter(torch.full((dim,), LAYER_SCALE)) if layer_scale else None
+        self.merger = merger
 
     def forward(self, x_BMD: Tensor, mask: Tensor | None = None, grid: tuple[int, int] | None = None) -> Tensor:
         x_BMD = self.attend(x_BMD, mask)
         normed_BMD = self.norm2(x_BMD)
         mixed_BMD = self.mlp(normed_BMD, mask, grid) if isinstance(self.mlp, MoE) else self.mlp(normed_BMD)
-        return x_BMD + self.drop_path(mixed_BMD if self.scale2 is None else self.scale2 * mixed_BMD)
+        x_BMD = x_BMD + self.drop_path(mixed_BMD if self.scale2 is None else self.scale2 * mixed_BMD)
+        return x_BMD if self.merger is None else self.merger(x_BMD)
 
     def attend(self, x_BMD: Tensor, mask: Tensor | None = None) -> Tensor:
         """Compute the first half of the block."""
@@ -133,7 +161,8 @@ class Block(nn.Module):
 class Encoder(nn.Module):
     """A stack of blocks and a last norm. `make_mlp(index)` builds the MLP of a block, or what replaces it.
 
-    `last_norm=False` leaves the last norm out, for models that have it after pooling.
+    `last_norm=False` leaves the last norm out, for models that have it after pooling. `merger` is the number of a block
+    and the module that merges the tokens after it.
     """
 
     def __init__(
@@ -150,6 +179,7 @@ class Encoder(nn.Module):
         norm_eps: float = NORM_EPS,
         layer_scale: bool = False,
         last_norm: bool = True,
+        merger: tuple[int, nn.Module] | None = None,
     ):
         super().__init__()
         self.dropout = nn.Dropout(dropout)
@@ -162,6 +192,7 @@ class Encoder(nn.Module):
                 drop_path=drop_path * index / max(1, depth - 1),
                 norm_eps=norm_eps,
                 layer_scale=layer_scale,
+                merger=merger[1] if merger is not None and merger[0] == index else None,
             )
             for index in range(depth)
         )

@@ -12,7 +12,7 @@ from softmoe.models.config import TextConfig, ViTConfig
 from softmoe.models.conventions import TimmInterface
 from softmoe.models.embed import LearnedPositions, PatchEmbed, SinCosPositions
 from softmoe.models.heads import AttentionPool, FirstPool, Head, LastPool, MeanPool, PreLogits
-from softmoe.models.transformer import MLP, Encoder
+from softmoe.models.transformer import MLP, Encoder, PatchMerger
 from softmoe.moe.experts import ACTIVATIONS, normal_
 
 
@@ -91,6 +91,8 @@ def make_encoder(config: ViTConfig | TextConfig) -> Encoder:
     if isinstance(c, ViTConfig):
         options |= {"norm_eps": c.norm_eps, "layer_scale": c.layer_scale, "last_norm": not c.pool_norm}
         options["drop_path"] = c.drop_path
+        if c.merge is not None:
+            options["merger"] = c.merge[0], PatchMerger(c.width, c.merge[1], c.prefix, c.norm_eps)
     return Encoder(c.width, c.depth, c.heads, make_layer, **options)
 
 
@@ -114,6 +116,8 @@ def check_vit(config: ViTConfig) -> None:
         )
     if config.num_classes is not None and config.num_classes < 1:
         raise ValueError(f"num_classes must be at least 1, or None for no head, got {config.num_classes}")
+    if config.merge is not None:
+        check_merge(config, *config.merge)
     for name, allowed in {
         "pool": ("mean", "class", "attention"),
         "positions": ("learned", "sincos", "none"),
@@ -121,3 +125,12 @@ def check_vit(config: ViTConfig) -> None:
     }.items():
         if getattr(config, name) not in allowed:
             raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(config, name)!r}")
+
+
+def check_merge(config: ViTConfig, block: int, tokens: int) -> None:
+    if config.moe_blocks:
+        raise ValueError("merge is for models without experts: leave it out, or take the router dense")
+    if not 0 <= block < config.depth or tokens < 1:
+        raise ValueError(
+            f"merge is a block from 0 to {config.depth - 1} and the tokens after it, 1 at least, got {block}, {tokens}"
+        )

@@ -55,6 +55,9 @@ class ModelSection:
     pool_norm: bool | None = None
     """The last norm comes after pooling."""
     norm_eps: float | None = None
+    merge: tuple[int, int] | None = None
+    """A block and a number, for dense models: after this block (counted from 0) so many merged tokens go on
+    (PatchMerger)."""
     num_experts: int | None = None
     blocks: tuple[int, ...] | None = None
     """Which blocks get experts; the names say the second half."""

@@ -39,7 +39,8 @@ def configs(draw: st.DrawFn, routers: tuple[str | None, ...] = (None, *ROUTERS))
     )
     router = draw(st.sampled_from(routers))
     if router is None:
-        return config
+        merge = draw(st.none() | st.tuples(st.integers(0, depth - 1), st.integers(1, 5)))
+        return replace(config, registers=draw(st.integers(0, 2)), merge=merge)
     moe = moe_of(
         router,
         num_experts=draw(st.integers(2, 5)),
