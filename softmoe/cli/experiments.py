@@ -95,6 +95,10 @@ class StudyArguments:
     """Runs of each cell; 3 at scale small, else 1. One seed gives no interval."""
     steps: int | None = None
     """Steps of each run, instead of the scale's."""
+    slots: int | None = None
+    """Slots of a soft layer, and experts where each has one; if not given those of the recipe, or one a token."""
+    only: tuple[str, ...] = ()
+    """Run only cells with one of these words in a label, such as placed; the table is of all that is done."""
     out: Path = Path("studies")
     """Runs, tables, figures and verdicts go here. What is done already is not done again."""
     jobs: int = 1
@@ -118,16 +122,16 @@ def study_command(argv: list[str]) -> int:
     from softmoe.studies.lab import make_lab
 
     check(a)
-    lab = make_lab(a.scale, a.data, a.seeds, a.transfer, a.steps, a.recipe)
+    lab = make_lab(a.scale, a.data, a.seeds, a.transfer, a.steps, a.recipe, a.slots)
     store = Store(a.out, a.transfer)
     failed = False
     for study in studies:
         if a.dry_run:
-            print(estimate(study, lab, store))
+            print(estimate(study, lab, store, a.only))
             continue
         tiny = a.scale == "tiny" and a.recipe is None
         say = partial(print, flush=True)
-        done = run_study(study, lab, store, jobs=a.jobs, collect=a.collect, verdict=not tiny, say=say)
+        done = run_study(study, lab, store, jobs=a.jobs, collect=a.collect, only=a.only, verdict=not tiny, say=say)
         if done.stopped:
             print("stopped; the same command goes on from here")
             return 130
@@ -141,7 +145,7 @@ def study_command(argv: list[str]) -> int:
 
 
 def check(a: StudyArguments) -> None:
-    for name, value in (("--seeds", a.seeds), ("--jobs", a.jobs), ("--steps", a.steps)):
+    for name, value in (("--seeds", a.seeds), ("--jobs", a.jobs), ("--steps", a.steps), ("--slots", a.slots)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
 

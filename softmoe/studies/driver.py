@@ -10,7 +10,7 @@ reported, and the others go on.
 
 import multiprocessing
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -118,14 +118,16 @@ def run_study(
     *,
     jobs: int = 1,
     collect: bool = False,
+    only: Sequence[str] = (),
     verdict: bool = True,
     say: Say = print,
 ) -> Done:
-    """Run a study to its verdict. `collect` runs nothing: table, figure and verdict are those of what is done. Without
-    `verdict` there is only the table, for runs that are too short to mean anything."""
+    """Run a study to its verdict. `collect` runs nothing, `only` the cells with one of these words in a label:
+    table, figure and verdict are those of what is done. Without `verdict` there is only the table, for runs that are
+    too short to mean anything."""
     cells = list(study.cells(lab))
     folder = store.out / name_of(study)
-    pending = [] if collect else unfinished(cells, store)
+    pending = [] if collect else unfinished(chosen(cells, only), store)
     say(f"{name_of(study)}: {len(cells)} cells, {len(pending)} jobs to do")
     failures: dict[str, str] = {}
     try:
@@ -162,6 +164,15 @@ def conclude(study: ModuleType, lab: Lab, table: Table, claims: list[Claim], fol
     notes += study.notes(table) if hasattr(study, "notes") else []
     picture = save_png(study.figure(table, lab), folder / f"{name_of(study)}.png")
     return [picture, *write_verdict(folder, name_of(study), (study.__doc__ or "").strip(), claims, notes)]
+
+
+def chosen(cells: list[Cell], only: Sequence[str]) -> list[Cell]:
+    """Return the cells with one of these words in a label, all if there are no words; ValueError if there is none."""
+    found = [cell for cell in cells if not only or any(w in str(v) for w in only for v in cell.labels.values())]
+    if not found:
+        labels = dict.fromkeys(str(value) for cell in cells for value in cell.labels.values())
+        raise ValueError(f"no cell has {' or '.join(only)} in a label; labels are {', '.join(labels)}")
+    return found
 
 
 def unfinished(cells: list[Cell], store: Store) -> list[Job]:
@@ -276,9 +287,9 @@ class Estimate:
         )
 
 
-def estimate(study: ModuleType, lab: Lab, store: Store) -> Estimate:
+def estimate(study: ModuleType, lab: Lab, store: Store, only: Sequence[str] = ()) -> Estimate:
     cells = list(study.cells(lab))
-    pending = unfinished(cells, store)
+    pending = unfinished(chosen(cells, only), store)
     rate = measured_rate(store, lab, cells)
     return Estimate(
         name_of(study), len(cells), len(pending), sum(job.flops() for job in pending), rate or assumed(), bool(rate)

@@ -7,28 +7,19 @@ import numpy as np
 
 from softmoe.inspection.plots import legend, pyplot
 from softmoe.report.runs import finish
-from softmoe.studies.results import QUALITY, Table
+from softmoe.studies.results import NAMES, QUALITY, Table
 
-NAMES = {
-    "soft": "Soft MoE",
-    "dense": "dense",
-    "tokens_choice": "Tokens Choice",
-    "experts_choice": "Experts Choice",
-    "soft_uniform": "Soft / Uniform",
-    "uniform_soft": "Uniform / Soft",
-    "uniform": "Uniform",
-    "identity": "Identity",
-    "placed": "with a place",
-    "one": "one expert, as many slots",
-}
 COLORS = {
     "soft": "#3b6fb6",
     "dense": "#c8403a",
     "tokens_choice": "#3f9455",
     "experts_choice": "#e0862e",
     "one": "#7f7f7f",
+    "uniform_soft": "#6a4c93",
+    "identity": "#8c6d31",
+    "merged": "#d98a86",
 }
-"""As in the paper: Soft MoE blue, dense red, Tokens Choice green, Experts Choice orange. Our control is gray."""
+"""As in the paper: Soft MoE blue, dense red, Tokens Choice green, Experts Choice orange; then the controls."""
 ROUTING = {"Soft MoE": "soft", "Dense": "dense", "Tokens Choice": "tokens_choice", "Experts Choice": "experts_choice"}
 """The paper's words in its tables."""
 PAPER_QUALITY = {"top1": "JFT precision at 1 (%)", "10shot": "ImageNet 10-shot (%)"}

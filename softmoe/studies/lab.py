@@ -10,16 +10,17 @@ Departures of `small` from the paper: soft logits start with a scale of 6 (with 
 of so short a run, see docs/experiments.md), a cosine instead of a root, softmax instead of sigmoid loss.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar, get_args
 
 from softmoe.data import TransformConfig
-from softmoe.models import MoEConfig
-from softmoe.models.config import LAYER_OPTIONS
+from softmoe.models import MoEConfig, ViTConfig
+from softmoe.models.config import LAYER_OPTIONS, option_names
 from softmoe.moe import SoftConfig
 from softmoe.recipes import load, pretrain
-from softmoe.studies.jobs import Job, Training
+from softmoe.studies.jobs import Job, Training, price
 from softmoe.train import (
     CheckpointSection,
     DataSection,
@@ -37,6 +38,8 @@ ScaleName = Literal["tiny", "small", "paper"]
 SCALES: tuple[ScaleName, ...] = get_args(ScaleName)
 GROUP = 32
 """Images that sparse routers route together: buffers of a few hundred tokens, as in the paper's groups."""
+MORE = 1.2
+"""Training FLOPs of dense controls, those of Soft MoE being 1: a step of small experts takes longer than they say."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Lab:
     experts: dict[str, Any] = field(default_factory=dict)
     """Settings of every model with experts."""
     soft: dict[str, Any] = field(default_factory=dict)
-    """Settings of every learned soft router."""
+    """Settings of every learned soft router that has them."""
     transfer: str | None = None
     """Data of other classes."""
 
@@ -68,9 +71,14 @@ class Lab:
         return size
 
     @property
+    def shape(self) -> ViTConfig:
+        """The dense model, without a head."""
+        return self.base.model.resolve(None, self.image_size)
+
+    @property
     def tokens(self) -> int:
         """The number of tokens of one image."""
-        return self.base.model.resolve(None, self.image_size).tokens
+        return self.shape.tokens
 
     @property
     def slots(self) -> int:
@@ -86,7 +94,9 @@ class Lab:
             {} if router == "dense" else {"router": router, "num_experts": self.tokens, **self.experts}
         )
         if router in ("soft", "soft_uniform", "uniform_soft", "placed"):
-            given |= self.soft
+            given |= {name: value for name, value in self.soft.items() if name in option_names(router)}
+        if router == "uniform":  # with the same input and weight everywhere, copies of one expert would stay copies
+            given["identical_init"] = False
         if router in ("tokens_choice", "experts_choice"):
             given["group_size"] = min(GROUP, self.base.data.batch_size) * self.tokens
         usual = {} if router == "dense" else MoEConfig.of(router).to_dict() | {"router": None, "num_experts": None}
@@ -97,6 +107,43 @@ class Lab:
     def one_expert(self, **changes: Any) -> TrainConfig:
         """Return Soft MoE with one expert that has all slots: the control of what experts give."""
         return self.config("soft", num_experts=1, slots_per_expert=self.slots, **changes)
+
+    def dense(self, factor: float = 1.0, **changes: Any) -> TrainConfig:
+        """Return the dense model at `factor` times the rate, with MORE times the training FLOPs of Soft MoE."""
+        return self.longer(self.config("dense", peak=factor * self.base.schedule.peak, **changes), **changes)
+
+    def merged(self, **changes: Any) -> TrainConfig | None:
+        """Return the dense model whose tokens are merged in the middle of the depth (PatchMerger) into so many that a
+        step costs what one of Soft MoE costs; None where slots are not fewer than tokens.
+        """
+        if self.slots >= self.tokens:
+            return None
+        middle = (self.shape.depth - 1) // 2
+        wanted = price(self.config("soft", **changes)).train_flops
+        choices = (self.config("dense", merge=(middle, tokens), **changes) for tokens in range(1, self.tokens))
+        return self.longer(min(choices, key=lambda one: abs(price(one).train_flops - wanted)), **changes)
+
+    def longer(self, config: TrainConfig, **changes: Any) -> TrainConfig:
+        """Return a model's settings with the steps at which it has MORE times the FLOPs of Soft MoE."""
+        flops = [price(one).train_flops for one in (self.config("soft", **changes), config)]
+        return replace(config, steps=math.ceil(MORE * config.steps * flops[0] / flops[1]))
+
+    def controls(self, **changes: Any) -> dict[str, TrainConfig]:
+        """Return what Soft MoE is shown beside, by the names of results.GIVES."""
+        # with more slots than tokens Identity has experts that would be idle, and steps that cost less
+        identity = self.config("identity", num_experts=min(self.slots, self.tokens), **changes)
+        found = {
+            "dense": self.dense(**changes),
+            "one": self.one_expert(**changes),
+            "uniform_soft": self.config("uniform_soft", **changes),
+            "identity": self.longer(identity, **changes) if self.slots > self.tokens else identity,
+            "merged": self.merged(**changes),
+        }
+        return {method: config for method, config in found.items() if config is not None}
+
+    def with_slots(self, slots: int) -> "Lab":
+        """Return this lab with so many slots, one for each expert."""
+        return replace(self, experts=self.experts | {"num_experts": slots})
 
     def over_seeds(self, config: TrainConfig, **labels: Any) -> Iterator[Cell]:
         for seed in range(self.seeds):
@@ -115,12 +162,20 @@ def make_lab(
     transfer: str | None = None,
     steps: int | None = None,
     recipe: str | None = None,
+    slots: int | None = None,
 ) -> Lab:
     """Set up a lab; `data` is a source as in training; each scale has a default (`paper`'s is a stand-in to count FLOPs
-    with). A recipe gives its model, data and settings instead of the scale's.
+    with). A recipe gives its model, data and settings instead of the scale's. `slots` are those of a soft layer, if not
+    one a token or the recipe's.
     """
     if recipe is not None:
-        return recipe_lab(recipe, data, seeds, transfer, steps)
+        lab = recipe_lab(recipe, data, seeds, transfer, steps)
+    else:
+        lab = scale_lab(scale, data, seeds, transfer, steps)
+    return lab if slots is None else lab.with_slots(slots)
+
+
+def scale_lab(scale: ScaleName, data: str | None, seeds: int | None, transfer: str | None, steps: int | None) -> Lab:
     base = {"tiny": tiny_base, "small": small_base, "paper": paper_base}[scale]()
     if data is not None:
         base = replace(base, data=replace(base.data, train=data))
@@ -148,7 +203,7 @@ def recipe_lab(recipe: str, data: str | None, seeds: int | None, transfer: str |
         threads=1,
     )
     experts = {"num_experts": moe.num_experts} | {name: getattr(moe, name) for name in LAYER_OPTIONS}
-    soft = {name: value for name, value in vars(moe.router).items() if name in ("normalize", "scale_init", "noise_std")}
+    soft = {name: value for name, value in vars(moe.router).items() if name not in ("num_experts", "slots_per_expert")}
     return Lab("small", base if steps is None else with_steps(base, steps), seeds or 3, experts, soft, transfer)
 
 

@@ -6,7 +6,7 @@ Differences are means over seeds with confidence intervals by Student's t distri
 import csv
 import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
@@ -17,6 +17,28 @@ from softmoe.storage.files import write_json, write_text
 QUALITY = {"top1": "validation top-1 (%)", "10shot": "10-shot transfer (%)"}
 """The paper's two measures: precision upstream, and 10-shot accuracy on other classes. Both in percent."""
 LEVEL = 0.95
+NAMES = {
+    "soft": "Soft MoE",
+    "dense": "dense",
+    "dense more": "dense, more steps",
+    "merged": "dense, tokens merged",
+    "tokens_choice": "Tokens Choice",
+    "experts_choice": "Experts Choice",
+    "soft_uniform": "Soft / Uniform",
+    "uniform_soft": "Uniform / Soft",
+    "uniform": "Uniform",
+    "identity": "Identity",
+    "placed": "with a place",
+    "one": "one expert, as many slots",
+}
+GIVES = {
+    "one": "what experts give",
+    "uniform_soft": "what learned dispatch gives",
+    "identity": "what mixing gives",
+    "merged": "what it gives above merged tokens",
+    "dense": "all of it",
+}
+"""The controls of Soft MoE, and what the difference to each of them is."""
 
 
 @dataclass(frozen=True)
@@ -212,6 +234,30 @@ def better(better_one: Table, other: Table, text: str, paper: dict[str, str] | N
         found = better_one.minus(other, number)
         yield Claim(f"{text}: {QUALITY[number].removesuffix(' (%)')}", found, (paper or {}).get(number, ""))
     yield Claim(f"{text}: validation loss", other.minus(better_one, "val_loss"), "", "nats lower")
+
+
+def beside_controls(soft: Table, control: Callable[[str], Table]) -> Iterator[Claim]:
+    """Yield what Soft MoE has above each of its controls that there is, and what slots give: one expert above dense."""
+    for method, what in GIVES.items():
+        if len(rows := control(method)):
+            yield from better(soft, rows, f"{what}: {NAMES['soft']} is better than {NAMES[method]}")
+    if len(one := control("one")) and len(dense := control("dense")):
+        yield from better(one, dense, f"what slots give: {NAMES['one']} is better than {NAMES['dense']}")
+
+
+def costs(table: Table, label: str = "method", unit: str = "soft") -> str:
+    """A table of every method: its means, and its training FLOPs and processor time, those of `unit` being 1."""
+    shares = {"tflops": "FLOPs", "cpu_seconds": "processor time"}
+    measures = {name: QUALITY[name] for name in table.quality} | {"val_loss": "validation loss"} | shares
+    lines = [["", *measures.values()]]
+    for method in table.distinct(label):
+        cells = [str(NAMES.get(method, method))]
+        for name in measures:
+            mean = table.where(**{label: method}).mean(name)
+            by = table.where(**{label: unit}).mean(name) if name in shares else 1.0
+            cells.append(f"{mean / by:.2f}" if mean is not None and by else "-")
+        lines.append(cells)
+    return markdown_table(lines)
 
 
 def larger(larger_one: Table, other: Table, number: str, text: str, paper: str, unit: str) -> Claim:

@@ -1,8 +1,8 @@
 """Which part of Soft MoE's routing matters?
 
 The same transformer with learned, fixed or no mixing: Soft MoE, one of dispatch and combine uniform, both uniform,
-tokens sent round the experts unmixed (Identity), and no experts at all. As many experts and slots as tokens. One
-expert with all slots is a control that the paper does not have.
+tokens sent round the experts unmixed (Identity), and no experts at all. As many experts and slots as tokens. Controls
+that the paper does not have: one expert with all slots, and a dense model with a fifth more FLOPs than Soft MoE.
 
 The paper (Table 2, Appendix A; S/14, 256 experts): Soft MoE first by far; dispatch matters a little more than combine;
 Uniform and Identity far behind, but ahead of the dense model.
@@ -14,10 +14,10 @@ from typing import Any
 from softmoe.budget.paper import read_table
 from softmoe.studies.figures import NAMES, bars, finish, label, panels
 from softmoe.studies.lab import Cell, Lab
-from softmoe.studies.results import Claim, Table, better
+from softmoe.studies.results import Claim, Table, beside_controls, better, costs
 
 METHODS = ("soft", "soft_uniform", "uniform_soft", "uniform", "identity", "dense")  # in the order of the paper's table
-OURS = (*METHODS, "one")
+OURS = (*METHODS, "one", "dense more", "merged")
 COLUMNS = {"top1": "jft_p_at_1_pct", "10shot": "in_10shot_pct"}
 CLAIMS = (
     ("soft", "dense"),
@@ -34,7 +34,9 @@ CLAIMS = (
 def cells(lab: Lab) -> Iterator[Cell]:
     for method in METHODS:
         yield from lab.over_seeds(lab.config(method), method=method)
-    yield from lab.over_seeds(lab.one_expert(), method="one")
+    for method, config in lab.controls().items():
+        if method not in METHODS[:-1]:
+            yield from lab.over_seeds(config, method="dense more" if method == "dense" else method)
 
 
 def claims(table: Table) -> Iterator[Claim]:
@@ -43,9 +45,12 @@ def claims(table: Table) -> Iterator[Claim]:
         gap = {number: f"+{paper[number][first] - paper[number][second]:.1f} points" for number in COLUMNS}
         text = f"{NAMES[first]} is better than {NAMES[second]}"
         yield from better(table.where(method=first), table.where(method=second), text, gap)
-    for first, second, what in (("one", "dense", "slots"), ("soft", "one", "experts")):
-        text = f"what {what} give: {NAMES[first]} is better than {NAMES[second]}"
-        yield from better(table.where(method=first), table.where(method=second), text)
+    names = {"one": "one", "dense": "dense more", "merged": "merged"}
+    yield from beside_controls(table.where(method="soft"), lambda method: table.where(method=names.get(method)))
+
+
+def notes(table: Table) -> list[str]:
+    return ["Means; FLOPs and processor time as shares of Soft MoE's:", costs(table)]
 
 
 def printed() -> dict[str, dict[str, float]]:

@@ -4,23 +4,22 @@ A gain of Soft MoE over a dense model has several possible causes: the slots (ch
 them), the experts (parameters), and that dispatch and combine are learned. Each is taken away on its own, everything
 else and the number of slots kept: one expert with all slots; slots that are plain means of the tokens (Uniform / Soft);
 tokens that get the plain mean of the slots (Soft / Uniform); both (Uniform); tokens sent round the experts unmixed
-(Identity); and fewer experts at equal slots. The dense model trains with a fifth more FLOPs than Soft MoE, and is tried
-at half and at twice the rate. Beside them stands what is ours: the router with a place, with one expert and with more.
+(Identity); and fewer experts at equal slots. The dense model trains with a fifth more FLOPs than Soft MoE, and is the
+best of three rates; where slots are fewer than tokens, so does one whose tokens are merged (PatchMerger) into so many
+that a step costs what Soft MoE's does. Beside them stands what is ours: the router with a place, with one expert and
+with more.
 
 The paper (Table 2, Figure 6): learned dispatch and combine both matter, and at equal slots the most experts are best.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 from softmoe.studies.figures import NAMES, finish, label, legend, panels, waterfall
-from softmoe.studies.jobs import price
 from softmoe.studies.lab import Cell, Lab
-from softmoe.studies.results import Claim, Table, better
-from softmoe.train import TrainConfig
+from softmoe.studies.results import Claim, Table, better, costs
 
 Step = tuple[str, str]
 """What is added, and the method that has it."""
@@ -40,8 +39,6 @@ METHODS = {
     "placed one": "one expert with a place",
 }
 RATES = {"dense": 1.0, "dense half rate": 0.5, "dense twice rate": 2.0}
-MORE = 1.2
-"""Training FLOPs of the dense models, those of Soft MoE being 1: a step of small experts takes longer than they say."""
 LADDERS = {"soft": ("one", " experts"), "placed": ("placed one", " placed experts")}
 """For each router the method of one expert, and how the methods of several end."""
 CLAIMS = (
@@ -50,21 +47,24 @@ CLAIMS = (
     ("soft", "uniform_soft", "what learned dispatch gives"),
     ("soft", "soft_uniform", "what learned combine gives"),
     ("soft", "identity", "what mixing gives"),
+    ("soft", "merged", "what it gives above merged tokens"),
     ("soft", "dense", "all of it"),
     ("placed", "soft", "what a place gives (ours)"),
     ("placed", "placed one", "what experts give where slots have a place (ours)"),
     ("placed", "identity", "what mixing gives where slots have a place (ours)"),
+    ("placed", "merged", "what it gives above merged tokens where slots have a place (ours)"),
     ("placed", "dense", "all of it with a place (ours)"),
 )
 
 
 def cells(lab: Lab) -> Iterator[Cell]:
     for method, factor in RATES.items():
-        yield from lab.over_seeds(dense(lab, factor), method=method)
-    for method in ("soft", "uniform_soft", "soft_uniform", "identity", "placed"):
+        yield from lab.over_seeds(lab.dense(factor), method=method)
+    for method, config in lab.controls().items():
+        if method not in ("dense", "one"):
+            yield from lab.over_seeds(config, method=method)
+    for method in ("soft", "soft_uniform", "placed", "uniform"):
         yield from lab.over_seeds(lab.config(method), method=method)
-    # with the same input and the same weight everywhere, experts that start as copies would stay copies
-    yield from lab.over_seeds(lab.config("uniform", identical_init=False), method="uniform")
     slots = lab.slots
     for router, (one, several) in LADDERS.items():
         for experts in (1, *between(slots)):
@@ -72,27 +72,41 @@ def cells(lab: Lab) -> Iterator[Cell]:
             yield from lab.over_seeds(config, method=one if experts == 1 else f"{experts}{several}")
 
 
-def dense(lab: Lab, factor: float) -> TrainConfig:
-    """Return the dense model's settings, at `factor` times the rate."""
-    config = lab.config("dense", peak=factor * lab.base.schedule.peak)
-    flops = [price(one).train_flops for one in (lab.config("soft"), config)]
-    return replace(config, steps=math.ceil(MORE * config.steps * flops[0] / flops[1]))
-
-
 def between(slots: int) -> list[int]:
     """Numbers of experts between one and one a slot, each four times the one before."""
     return [experts for experts in (4, 16, 64, 256) if experts < slots and slots % experts == 0]
 
 
+def tuned(table: Table) -> Table:
+    """The table with one dense model, at the rate that is best for it by the mean validation accuracy."""
+    best = best_rate(table)
+    others = (row for row in table if row.labels["method"] not in RATES)
+    return Table((*(replace(row, labels={"method": "dense"}) for row in table.where(method=best)), *others))
+
+
+def best_rate(table: Table) -> str:
+    return max(RATES, key=lambda method: table.where(method=method).mean("top1") or 0.0)
+
+
 def claims(table: Table) -> Iterator[Claim]:
+    table = tuned(table)
     for first, second, what in CLAIMS:
-        text = f"{what}: {METHODS[first]} is better than {METHODS[second]}"
-        yield from better(table.where(method=first), table.where(method=second), text)
+        if second != "merged" or len(table.where(method=second)):  # there is none with as many slots as tokens
+            text = f"{what}: {METHODS[first]} is better than {METHODS[second]}"
+            yield from better(table.where(method=first), table.where(method=second), text)
     for router in LADDERS:
         for fewer, more in pairwise(ladder(table, router)):
             names = [count_of(method, router) for method in (more, fewer)]
             text = f"more experts at equal slots, {METHODS[router]}: {names[0]} are better than {names[1]}"
             yield from better(table.where(method=more), table.where(method=fewer), text)
+
+
+def notes(table: Table) -> list[str]:
+    return [
+        f"The dense model of the claims is `{best_rate(table)}`, the best of its three. Means of all models; FLOPs and "
+        "processor time as shares of Soft MoE's:",
+        costs(table),
+    ]
 
 
 def ladder(table: Table, router: str) -> list[str]:
@@ -108,12 +122,12 @@ def count_of(method: str, router: str) -> str:
 
 def figure(table: Table, lab: Lab) -> Any:
     """Draw the ways from dense to Soft MoE; Identity, which is on none, is a line. Then the ladders of experts."""
-    numbers = table.quality
+    numbers, table = table.quality, tuned(table)
     drawing, axes = panels(len(numbers), len(STEPS) + 1, width=4.6, height=3.4)
     for line, number in zip(axes, numbers, strict=True):
         for axis, (way, steps) in zip(line, STEPS.items(), strict=False):
             draw_way(axis, table, way, steps, number)
-        draw_ladders(line[-1], table, number)
+        draw_ladders(line[-1], table, number, lab.slots)
     return drawing
 
 
@@ -131,15 +145,16 @@ def draw_way(axis: Any, table: Table, way: str, steps: Sequence[Step], number: s
     names = [METHODS["dense"], *(f"+ {what}" for what, _ in steps), METHODS[steps[-1][1]]]
     path = [table.where(method=method) for method in ("dense", *(method for _, method in steps))]
     waterfall(axis, names, path, number)
-    identity = table.where(method="identity").mean(number)
-    if identity is not None:
-        axis.axvline(identity, color="#888888", ls=":", lw=1)
-        axis.annotate("Identity", (identity, len(names) - 0.5), ha="center", size=8, color="#666666")
+    for method, name, height in (("identity", "Identity", len(names) - 0.5), ("merged", "tokens merged", -0.55)):
+        level = table.where(method=method).mean(number)
+        if level is not None:
+            axis.axvline(level, color="#888888", ls=":", lw=1)
+            axis.annotate(name, (level, height), ha="center", size=8, color="#666666")
     finish(axis, label(number), "")
     axis.set_title(way, fontsize=10)
 
 
-def draw_ladders(axis: Any, table: Table, number: str) -> None:
+def draw_ladders(axis: Any, table: Table, number: str, slots: int) -> None:
     for router, color in (("soft", "#3b6fb6"), ("placed", "#6a4c93")):
         methods = ladder(table, router)
         found = [(k, i) for k, m in enumerate(methods) if (i := table.where(method=m).interval(number)) is not None]
@@ -152,6 +167,6 @@ def draw_ladders(axis: Any, table: Table, number: str) -> None:
         axis.axhline(level, color="#c8403a", lw=1)
         axis.annotate("dense", (0, level), xytext=(0, 3), textcoords="offset points", color="#c8403a", size=8)
     methods = ladder(table, "soft")
-    axis.set_xticks(range(len(methods)), [count_of(method, "soft") for method in methods])
+    axis.set_xticks(range(len(methods)), [*(count_of(method, "soft") for method in methods[:-1]), str(slots)])
     legend(axis)
-    finish(axis, "experts, at equal slots", label(number))
+    finish(axis, f"experts, {slots} slots", label(number))

@@ -5,7 +5,8 @@ three routers. Quality on a coarse grid, training throughput on a fine one with 
 
 The paper (Figure 6): Soft MoE is best with the most experts, one slot each, in every row; sparse routers have a modest
 best number. Soft MoE's throughput hardly changes with the experts, that of sparse routers falls from a thousand on.
-The column of one expert is ours: what slots give without experts.
+The column of one expert is ours, what slots give without experts, and so are the dense model with a fifth more FLOPs
+than Soft MoE with as many slots as tokens, Identity and Uniform / Soft.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from softmoe.budget.paper import read_table
 from softmoe.studies.figures import NAMES, finish, heat, label, legend, panels, powers
 from softmoe.studies.jobs import Timing
 from softmoe.studies.lab import Cell, Lab
-from softmoe.studies.results import Claim, Table, better, paired
+from softmoe.studies.results import Claim, Table, beside_controls, better, paired
 from softmoe.train import TrainConfig
 
 ROUTERS = ("soft", "tokens_choice", "experts_choice")
@@ -24,6 +25,9 @@ ROUTERS = ("soft", "tokens_choice", "experts_choice")
 
 def cells(lab: Lab) -> Iterator[Cell]:
     yield from quality_cells(lab)
+    for method, config in lab.with_slots(lab.tokens).controls().items():
+        if method != "one":
+            yield from lab.over_seeds(config, what="control", router=method)
     yield from speed_cells(lab)
 
 
@@ -44,7 +48,7 @@ def speed_cells(lab: Lab) -> Iterator[Cell]:
     experts_, rows_ = lab.pick(
         tiny=((2, 4), (1,)), small=((4, 16, 64, 256), (1, 2, 4)), paper=((8, 32, 128, 512, 1024, 4096), (1, 2, 4))
     )
-    patch = lab.pick(tiny=8, small=8, paper=14)
+    patch = lab.pick(tiny=8, small=max(1, lab.shape.patch_size // 2), paper=14)
     finer = replace(lab, base=replace(lab.base, model=replace(lab.base.model, patch_size=patch)))
     for router in ROUTERS:
         for rows in rows_:
@@ -76,6 +80,12 @@ def claims(table: Table) -> Iterator[Claim]:
         for fewer in (one, *few[:1]):
             text = f"Soft MoE, {rows} slots per token: {many} experts are better than {fewer}"
             yield from better(soft.where(experts=many), soft.where(experts=fewer), text)
+    at_tokens = quality.where(router="soft", rows=1)
+    one = at_tokens.where(experts=1)
+    yield from beside_controls(
+        at_tokens.where(experts=max(at_tokens.distinct("experts"), default=1)),
+        lambda method: one if method == "one" else table.where(what="control", router=method),
+    )
     for router in ROUTERS[1:]:
         lost = slowdown(speed, router), slowdown(speed, "soft")
         text = f"{NAMES[router]} loses more throughput with many experts than Soft MoE"
@@ -105,10 +115,19 @@ def figure(table: Table, lab: Lab) -> Any:
                 for e in rows.distinct("experts")
                 for r in rows.distinct("rows")
             }
-            heat(axis, grid, limits, "experts", "rows per token", ".0f" if speed else ".1f")
+            beside = "" if speed or router != "soft" else controls_text(table, number)
+            heat(axis, grid, limits, f"experts{beside}", "rows per token", ".0f" if speed else ".1f")
             axis.set_title(f"{NAMES[router]}: {'images / s, training' if speed else label(number)}", fontsize=10)
     printed(axes[-1])
     return drawing
+
+
+def controls_text(table: Table, number: str) -> str:
+    """Name the levels that have no place on the map."""
+    rows = table.where(what="control")
+    means = {router: rows.where(router=router).mean(number) for router in rows.distinct("router")}
+    told = ", ".join(f"{NAMES[router]} {mean:.1f}" for router, mean in means.items() if mean is not None)
+    return f"\n({told})" if told else ""
 
 
 def spread(rows: Table, number: str) -> tuple[float, float]:

@@ -1,7 +1,8 @@
 """Which router gives the most quality for a training budget?
 
 Models of several sizes, dense and with each router, by training FLOPs and time; the frontier of each router is drawn.
-One expert with all slots is a control that the paper does not have: what is above it is what experts give.
+Controls that the paper does not have: one expert with all slots (what is above it is what experts give), slots that are
+plain means (Uniform / Soft), unmixed tokens (Identity) and, where slots are fewer than tokens, dense with merged ones.
 
 The paper (Figure 3, Table 9; 107 models from S/32 to H/14, 300,000 steps): Soft MoE is ahead of dense, Tokens Choice
 and Experts Choice at any budget, in FLOPs and in time.
@@ -16,11 +17,11 @@ import numpy as np
 from softmoe.budget.paper import pareto_arguments, pareto_runs, read_table
 from softmoe.studies.figures import NAMES, PAPER_QUALITY, ROUTING, frontier, label, legend, panels, pareto
 from softmoe.studies.lab import Cell, Lab, wide
-from softmoe.studies.results import Claim, Table, paired
+from softmoe.studies.results import GIVES, Claim, Table, paired
 from softmoe.train import ModelSection
 
 ROUTERS = ("soft", "dense", "tokens_choice", "experts_choice")
-OURS = (*ROUTERS, "one")
+OURS = (*ROUTERS, "one", "uniform_soft", "identity", "merged")
 COSTS = {"tflops": "training FLOPs", "time": "training time"}
 PAPER_COLUMNS = {"top1": "jft_p_at_1", "10shot": "in_10shot"}
 PAPER_COSTS = {"tflops": ("train_exaflop", "training exaFLOP"), "time": ("train_days", "TPUv3 days")}
@@ -30,9 +31,10 @@ def cells(lab: Lab) -> Iterator[Cell]:
     if lab.scale == "paper":
         yield from printed_models(lab)
         return
-    for width in lab.pick(tiny=(8, 16), small=(16, 32, 64), paper=()):
-        for router in OURS:
-            config = lab.one_expert(**wide(width)) if router == "one" else lab.config(router, **wide(width))
+    own = lab.shape.width
+    for width in lab.pick(tiny=(8, 16), small=(own // 2, own, 2 * own), paper=()):
+        models = {router: lab.config(router, **wide(width)) for router in ROUTERS}
+        for router, config in (lab.controls(**wide(width)) | models).items():
             yield from lab.over_seeds(config, router=router, model=f"width {width}")
 
 
@@ -107,6 +109,7 @@ def claims(table: Table) -> Iterator[Claim]:
                 if not leads:  # no costs in common
                     continue
                 text = f"Soft MoE is better than {NAMES[other]} at equal {words}: {number}"
+                text = f"{GIVES[other]}: {text}" if other in GIVES else text
                 unit = "nats lower" if number == "val_loss" else "points"
                 yield Claim(text, paired(leads, dict.fromkeys(leads, 0.0)), printed_lead(other, cost, number), unit)
 
