@@ -1,7 +1,8 @@
 """characters - thousands of classes drawn from fonts: much to know, endless pictures, nothing to download.
 
     characters                                     2,781 letters, numbers and symbols, from the fonts inside matplotlib
-    characters?classes=1000&size=48&scene=many     the first thousand; the label is that of the largest of four
+    characters?classes=1000&scene=moving           the first thousand; one of any size anywhere in the picture
+    characters?classes=1000&size=48&scene=many     the same; the label is that of the largest of four
     characters?classes=downstream                  100 classes that are never upstream ones, for 10-shot
     characters?faces=unseen                        the upstream classes in fonts that are not drawn from in training
     characters?fonts=cjk&classes=10000             Chinese characters, if the system has fonts for them
@@ -36,7 +37,8 @@ _LENGTHS = {"train": 2**22}
 _EVALUATION_LENGTH = 10_000
 _CHUNK = 64 * 32 * 32  # pixels drawn together: fewer cost more calls, more leave the caches
 _VERSION = "1"  # changes when the same (seed, index) would give another picture
-SCENES = ("one", "many")
+SCENES = ("one", "moving", "many")
+RADII = {"one": (0.72, 0.92), "moving": (0.36, 0.84), "many": (0.34, 0.50)}  # of the labelled character
 COMPANIONS = 3  # of scenes of many: smaller characters around the labelled one
 INKS = {
     "black": (20, 20, 24),
@@ -206,12 +208,11 @@ def compose(
     """Scenes for classes (B,), drawn from (key, index) alone; `others` are the classes companions are taken from."""
     dice = Dice(uniforms(key, indices, _DRAWS))
     paper = dice.pick(len(PAPERS))
-    alone = scene == "one"
-    radius = dice.span(0.72, 0.92) if alone else dice.span(0.34, 0.50)
+    radius = dice.span(*RADII[scene])
     x, y = (dice.span(-1, 1) * (1 - radius) for _ in range(2))
     main = _written(dice, glyphs, labels, faces, x, y, radius)
     written = [main]
-    if not alone:
+    if scene == "many":
         inward = np.arctan2(-y, -x)  # where the first companion stands: within the picture
         for k in range(COMPANIONS):
             label = others[dice.pick(len(others))]

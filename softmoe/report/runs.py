@@ -10,7 +10,7 @@ other commands left in a run's folder (`softmoe train` leaves the mistakes):
 import base64
 import io
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from softmoe.budget.report import aligned
 from softmoe.evaluate.mistakes import mistakes_section
 from softmoe.inspection.plots import legend, pyplot
 from softmoe.models import ViTConfig
+from softmoe.moe import SoftConfig
 from softmoe.storage.files import flatten, read_json
 from softmoe.train import TrainConfig
 from softmoe.train.log import scan_metrics
@@ -157,13 +158,14 @@ def write_report(
     lead: tuple[str, ...] = (),
     figures: tuple[tuple[str, Any], ...] = (),
 ) -> Path:
-    """Write the page; `figures` are (title, drawing) pairs to stand first. Names come from files: all are escaped."""
+    """Write the page. Without a `lead` it begins with what slots and experts give; `figures` are (title, drawing) pairs
+    to stand first. Names come from files: all are escaped."""
     template = files("softmoe.report").joinpath("page.html").read_text("utf-8")
     page = jinja2.Environment(autoescape=True).from_string(template)
     health = [(run.name, router_health(run)) for run in runs]
     text = page.render(
         title=title or "Runs: " + ", ".join(run.name for run in runs),
-        lead=lead,
+        lead=lead or gains(runs),
         names=[run.name for run in runs],
         summary=summary_table(runs),
         curves=as_svg(comparison(runs)),
@@ -179,6 +181,50 @@ def write_report(
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def gains(runs: list[RunRecord]) -> list[str]:
+    """Say what slots and experts give where a model with soft experts stands beside a dense one, or that the run with
+    one expert and the same slots is missing, without which nobody can tell."""
+    told = []
+    for run in runs:
+        beside = [other for other in runs if other.config.data.train == run.config.data.train]
+        dense, router = best([other for other in beside if not other.model.moe_blocks]), router_of(run)
+        if router is None or router.num_experts == 1 or dense is None or best([run]) is None:
+            continue
+        slots = router.num_experts * router.slots_per_expert
+        control = replace(router, num_experts=1, slots_per_expert=slots)
+        one = best([other for other in beside if router_of(other) == control])
+        if one is None:
+            told.append(
+                f"What experts give is not known: no run has one expert with the slots of {run.name} "
+                f"(--model.num-experts 1 --model.slots-per-expert {slots})."
+            )
+        else:
+            told += [f"What slots give: {lead(one, dense)}.", f"What experts give: {lead(run, one)}."]
+        shares = [(dense.last(key) or 0.0) / (run.last(key) or 1.0) for key in ("flops", "device_seconds")]
+        cost_of = f"{dense.name} had {shares[0]:.2f} times the FLOPs and {shares[1]:.2f} times the seconds"
+        told.append(f"All of it: {lead(run, dense)}; {cost_of}.")
+    return told
+
+
+def router_of(run: RunRecord) -> SoftConfig | None:
+    moe = run.model.moe if run.model.moe_blocks else None
+    return moe.router if moe is not None and isinstance(moe.router, SoftConfig) else None
+
+
+def best(runs: list[RunRecord]) -> RunRecord | None:
+    """The run with the highest validation accuracy at its end, if any has one."""
+    return max(
+        (run for run in runs if run.last("val/top1") is not None), key=lambda r: r.last("val/top1"), default=None
+    )
+
+
+def lead(first: RunRecord, second: RunRecord) -> str:
+    levels = [100 * run.last("val/top1") for run in (first, second)]
+    return (
+        f"{levels[0] - levels[1]:+.1f} points top-1 ({first.name} {levels[0]:.1f} %, {second.name} {levels[1]:.1f} %)"
+    )
 
 
 def summary_table(runs: list[RunRecord]) -> list[tuple[str, ...]]:

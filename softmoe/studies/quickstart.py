@@ -68,12 +68,14 @@ TITLE = "A small Soft MoE, its controls and its dense twin"
 LEAD = (
     "A thousand characters, drawn from fonts without end; a model too narrow to know them all. Every model sees the "
     "same pictures in the same order. Those with slots have as many slots as tokens, so a step costs what a dense one "
-    "costs; the dense model has a quarter more steps, so a fifth more FLOPs than the others."
+    "costs; the dense model has a quarter more steps, so a fifth more FLOPs than the others. Identity has an expert "
+    "for each place and mixes nothing. More controls, seeds and intervals: softmoe study controls --recipe quickstart."
 )
 NAMES = {  # of the runs, and the methods of the study `controls` that they are
     "quickstart_dense": "dense",
     "quickstart_one_expert": "one",
     "quickstart_soft": "soft",
+    "quickstart_identity": "identity",
     "quickstart_placed_one_expert": "placed one",
     "quickstart": "placed",
 }
@@ -133,6 +135,7 @@ def models(runs: Path, seed: int, tiny: bool) -> list[TrainConfig]:
     changes: dict[str, dict[str, Any]] = {
         "one": {"router": "soft", **one},
         "soft": {"router": "soft"},
+        "identity": {"router": "identity"},
         "placed one": one,
         "placed": {},
     }

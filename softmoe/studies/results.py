@@ -28,8 +28,9 @@ NAMES = {
     "uniform_soft": "Uniform / Soft",
     "uniform": "Uniform",
     "identity": "Identity",
-    "placed": "with a place",
     "one": "one expert, as many slots",
+    "placed": "Soft MoE with a place",
+    "placed one": "one expert with a place",
 }
 GIVES = {
     "one": "what experts give",
@@ -270,7 +271,7 @@ def seeds(found: Interval) -> str:
 
 def write_verdict(folder: Path, title: str, story: str, claims: list[Claim], notes: list[str]) -> list[Path]:
     """Write verdict.md for people and verdict.json for programs."""
-    lines = [("claim of the paper", "paper", "ours: mean difference, 95 % interval", "verdict")]
+    lines = [("claim", "paper", "ours: mean difference, 95 % interval", "verdict")]
     for claim in claims:
         ours = "-" if claim.found is None else f"{claim.found} {claim.unit}{seeds(claim.found)}"
         lines.append((claim.text, claim.paper or "-", ours, claim.word))

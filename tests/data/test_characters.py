@@ -11,7 +11,7 @@ import pytest
 
 from softmoe.data import characters_glyphs as glyphs
 from softmoe.data import open_source
-from softmoe.data.characters import COMPANIONS, INKS, PAPERS, CharactersSource, class_name, compose, draw
+from softmoe.data.characters import COMPANIONS, INKS, PAPERS, RADII, SCENES, CharactersSource, class_name, compose, draw
 
 FEW = "characters?classes=60"
 
@@ -32,7 +32,7 @@ def kept_bitmaps(tmp_path_factory):
     glyphs.load.cache_clear()
 
 
-@pytest.mark.parametrize("scene", ["one", "many"])
+@pytest.mark.parametrize("scene", SCENES)
 def test_deterministic(scene):
     """An example depends on (seed, split, index) only: alone, in any batch, after pickling."""
     source = opened(f"{FEW}&scene={scene}", "train")
@@ -107,6 +107,18 @@ def test_faces_are_held_out():
     runs = sorted(zip(table.first.ravel().tolist(), table.count.ravel().tolist(), strict=True))
     assert all(first + count == after for (first, count), (after, _) in pairwise(runs))
     assert runs[-1][0] + runs[-1][1] == len(table.rows)
+
+
+def test_a_moving_character_is_anywhere_in_any_size():
+    """Alone, whole inside the picture, of every size, small ones in all quarters; `one` fills the picture instead."""
+    scenes = opened(f"{FEW}&scene=moving", "train").scenes(np.arange(400))
+    (character,) = scenes.written
+    assert np.histogram(character.radius, bins=4, range=RADII["moving"])[0].min() > 60
+    assert max(np.abs(character.x + character.radius).max(), np.abs(character.y - character.radius).max()) <= 1
+    small = character.radius < 0.5
+    quarters = 2 * (character.x[small] > 0) + (character.y[small] > 0)
+    assert np.bincount(quarters, minlength=4).min() > 10
+    assert opened(FEW, "train").scenes(np.arange(400)).written[0].radius.min() > 0.7
 
 
 def test_captions_tell_the_scene():
@@ -195,7 +207,7 @@ def test_fonts_of_a_folder(tmp_path):
 def test_mistakes_are_said(monkeypatch):
     """Wrong options and missing fonts are one sentence each."""
     for uri, words in (
-        ("characters?scene=two", "scene must be one or many, not 'two'"),
+        ("characters?scene=two", "scene must be one or moving or many, not 'two'"),
         ("characters?faces=old", "faces must be seen or unseen"),
         ("characters?classes=1", "or a number from 2, not '1'"),
         ("characters?size=4", "8 to 512 pixels a side, not 4"),

@@ -1,9 +1,11 @@
 """Few-shot numbers and inspection figures that lie in runs' folders come into the page."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
-from softmoe.report.runs import RunRecord, accuracies, fewshot_table, inspection_figures
+from softmoe.recipes import quickstart
+from softmoe.report.runs import RunRecord, accuracies, fewshot_table, gains, inspection_figures
 from softmoe.train import TrainConfig
 
 
@@ -38,3 +40,31 @@ def test_figures(tmp_path):
     assert inspection_figures(run) == []
     (run.folder / "figures" / "slot_images.png").write_bytes(b"\x89PNG")
     assert inspection_figures(run) == [("slot images", "data:image/png;base64,iVBORw==")]
+
+
+def test_a_gain_over_dense_is_shown_with_its_control():
+    """With one expert and the same slots the page says what slots and experts give; without, that it is missing; runs
+    with other slots or on other data are no control."""
+
+    def run(name: str, top1: float, data: str = "a", **model) -> RunRecord:
+        config = quickstart.recipe()
+        config = replace(config, model=config.model.change(**model), data=replace(config.data, train=data))
+        row = {"step": 1, "val/top1": top1, "flops": 3.0 if name == "dense" else 2.0, "device_seconds": 4.0}
+        return RunRecord(name, Path(name), config, 3, (row,))
+
+    dense, many = run("dense", 0.4, router="dense"), run("many", 0.7)
+    one = run("one", 0.5, num_experts=1, slots_per_expert=16)
+    others = [
+        run("few", 0.6, num_experts=1, slots_per_expert=4),
+        run("other", 0.6, "b", num_experts=1, slots_per_expert=16),
+    ]
+    whole = "All of it: +30.0 points top-1 (many 70.0 %, dense 40.0 %); dense had 1.50 times the FLOPs and 1.00 times"
+    assert gains([dense, one, many]) == [
+        "What slots give: +10.0 points top-1 (one 50.0 %, dense 40.0 %).",
+        "What experts give: +20.0 points top-1 (many 70.0 %, one 50.0 %).",
+        f"{whole} the seconds.",
+    ]
+    missing, _ = gains([dense, many, *others])
+    assert missing.startswith("What experts give is not known: no run has one expert with the slots of many")
+    assert "--model.slots-per-expert 16" in missing
+    assert gains([many, one]) == gains([dense]) == []

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from softmoe.budget import cost
 from softmoe.recipes import load
-from softmoe.studies.catalog import ablations, bpr, controls, experts_slots, pareto, placement
+from softmoe.studies.catalog import ablations, bpr, controls, experts_slots, long_runs, pareto, placement, slots
 from softmoe.studies.figures import frontier, panels, waterfall
-from softmoe.studies.jobs import Training, key_of
+from softmoe.studies.jobs import Training, key_of, price
 from softmoe.studies.lab import make_lab
-from softmoe.studies.results import Row, Table
+from softmoe.studies.results import Row, Table, costs
 
 POINTS = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), min_size=1)
 
@@ -114,6 +114,78 @@ def test_controls_take_one_thing_away_at_a_time() -> None:
         assert prices[0].params < prices[1].params < prices[2].params
 
 
+def test_every_comparison_with_dense_has_its_controls() -> None:
+    """Each study that trains a dense model beside Soft MoE trains one expert with the same slots beside them, and says
+    what experts give; a dense model beside has a fifth more FLOPs."""
+    lab = make_lab("small", recipe="quickstart", seeds=1)
+    soft = Training(lab.config("soft")).flops()
+    for study in (ablations, controls, experts_slots, long_runs, pareto, placement, slots):
+        cells = list(study.cells(lab))
+        trained = [cell for cell in cells if cell.labels.get("what") != "speed"]
+        jobs = {
+            key_of(getattr(cell.job, "parent", cell.job)): getattr(cell.job, "parent", cell.job) for cell in trained
+        }
+        shapes = [job.config.model.resolve(10, lab.image_size) for job in jobs.values()]  # pyright: ignore[reportAttributeAccessIssue]
+        assert any(shape.moe is None for shape in shapes)
+        assert any(shape.moe and shape.moe.num_experts == 1 for shape in shapes)
+        numbers = {"top1": 1.0, "val_loss": 1.0, "tflops": 1.0, "seconds": 1.0, "images_per_second": 1.0}
+        table = Table(tuple(Row(cell.labels, cell.seed, numbers) for cell in cells))
+        said = [claim.text for claim in study.claims(table)]
+        assert any("what experts give" in text for text in said), study
+        assert study is pareto or any("what slots give" in text for text in said), study
+    assert Training(lab.dense()).flops() / soft == pytest.approx(1.2, rel=1e-3)
+
+
+def test_merged_tokens_are_a_control_where_slots_are_fewer() -> None:
+    """A step of the dense model with merged tokens costs what Soft MoE's costs, to the nearest number of tokens."""
+    assert make_lab("small", recipe="quickstart").merged() is None
+    for lab in (make_lab("small", recipe="small_data", data="shapes?size=64"), make_lab("small", slots=4)):
+        merged = lab.merged()
+        assert merged is not None
+        assert price(merged).train_flops == pytest.approx(price(lab.config("soft")).train_flops, rel=0.03)
+        assert "merged" in {cell.labels["method"] for cell in controls.cells(lab)}
+        assert Training(merged).flops() / Training(lab.config("soft")).flops() == pytest.approx(1.2, rel=1e-3)
+
+
+def test_the_ladder_of_experts_at_more_slots() -> None:
+    """With 64 slots there are 1, 4, 16 and 64 experts at equal FLOPs, for the paper's layer and with a place."""
+    lab = make_lab("small", recipe="quickstart", slots=64, seeds=1)
+    found = {c.labels["method"]: c.job.config for c in controls.cells(lab)}  # pyright: ignore[reportAttributeAccessIssue]
+    for ladder in (
+        ("one", "4 experts", "16 experts", "soft"),
+        ("placed one", "4 placed experts", "16 placed experts", "placed"),
+    ):
+        shapes = [found[method].model.resolve(1000, 32) for method in ladder]
+        assert [shape.moe.num_experts for shape in shapes] == [1, 4, 16, 64]
+        assert len({cost(shape).train_flops for shape in shapes}) == 1
+    assert found["identity"].model.resolve(1000, 32).moe.num_experts == 16
+
+
+def test_the_dense_model_is_the_best_of_its_rates() -> None:
+    """Claims and figure see one dense model, at the rate with the highest mean accuracy."""
+    levels = {
+        "dense": (50.0, 40.0),
+        "dense half rate": (44.0, 44.0),
+        "dense twice rate": (47.0, 45.0),
+        "one": (60.0, 60.0),
+    }
+    rows = [Row({"method": m}, seed, {"top1": level[seed]}) for m, level in levels.items() for seed in range(2)]
+    table = controls.tuned(Table(tuple(rows)))
+    assert table.distinct("method") == ["dense", "one"]
+    assert table.where(method="dense").values("top1") == {0: 47.0, 1: 45.0}
+
+
+def test_costs_are_shares_of_soft_moe() -> None:
+    """A line for each method; what was not measured is a dash."""
+    rows = [
+        Row({"method": "soft"}, 0, {"top1": 50.0, "val_loss": 1.0, "tflops": 2.0, "cpu_seconds": 4.0}),
+        Row({"method": "dense"}, 0, {"top1": 40.0, "val_loss": 2.0, "tflops": 3.0}),
+    ]
+    *_, soft, dense = costs(Table(tuple(rows))).splitlines()
+    assert soft == "| Soft MoE | 50.00 | 1.00 | 1.00 | 1.00 |"
+    assert dense == "| dense | 40.00 | 2.00 | 1.50 | - |"
+
+
 def test_waterfall_adds_up() -> None:
     """The floating bars lead from the first model's level to the last one's, each by the difference of two models."""
     levels = {"dense": 50.0, "one": 60.0, "soft": 55.0}
@@ -133,7 +205,8 @@ def test_places_follow_the_depth() -> None:
     assert placement.places(make_lab("small")) == {
         "last": (3,), "one before last": (2,), "two last": (2, 3), "two spread": (1, 3), "all": (0, 1, 2, 3),
     }  # fmt: skip
-    assert placement.places(make_lab("small", recipe="quickstart"))["two last"] == (1, 2)
+    three = placement.places(make_lab("small", recipe="quickstart"))
+    assert (three["two last"], three["two spread"]) == ((1, 2), (0, 2))
 
 
 def test_a_lab_around_a_recipe() -> None:
@@ -142,6 +215,9 @@ def test_a_lab_around_a_recipe() -> None:
     size = config.data.transform.image_size
     assert lab.base.model.resolve(7, size) == replace(config.model.resolve(7, size), moe=None)
     assert lab.config("placed").model.resolve(7, size) == config.model.resolve(7, size)
+    placed = make_lab("small", "shapes?size=64", recipe="small_data").config("placed").model
+    assert placed.resolve(7, 64) == load("small_data").model.resolve(7, 64)  # its place_init is not the usual one
+    assert lab.config("uniform").model.resolve(7, size).moe.identical_init is False
     assert (lab.base.steps, lab.base.optim, lab.seeds, lab.slots) == (config.steps, config.optim, 2, 16)
     assert make_lab("small", "shapes", steps=5, recipe="quickstart").base.data.train == "shapes"
     with pytest.raises(ValueError, match="has no soft experts"):

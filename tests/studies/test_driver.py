@@ -74,6 +74,17 @@ def test_nothing_is_done_twice(tmp_path: Path) -> None:
     assert [row.numbers["top1"] for row in result.table] == [1.0, 1.0, 1.0]
 
 
+def test_only_some_cells_are_run(tmp_path: Path) -> None:
+    """The table is of all that is done; words that no label has are refused with the labels there are."""
+    store, notes = Store(tmp_path), study(Note("ab"), Note("bc"), Note("cd"))
+    run_study(notes, LAB, store, only=("b",), say=quiet)
+    assert done(tmp_path) == ["ab", "bc"]
+    assert estimate(notes, LAB, store, ("c",)).jobs == 1
+    assert len(run_study(notes, LAB, store, only=("d",), say=quiet).table) == 3
+    with pytest.raises(ValueError, match="no cell has x in a label; labels are ab, bc, cd"):
+        run_study(notes, LAB, store, only=("x",), say=quiet)
+
+
 def test_a_failure_is_told_and_the_others_go_on(tmp_path: Path) -> None:
     lines: list[str] = []
     result = run_study(study(Note("a"), Note("b", "badly"), Note("c")), LAB, Store(tmp_path), say=lines.append)

@@ -55,7 +55,8 @@ def test_only_what_is_compared_differs(tmp_path: Path) -> None:
     for config in runs.values():
         assert (config.data, config.seed) == (runs["placed"].data, 3)
         assert (config.schedule, config.optim) == (runs["placed"].schedule, runs["placed"].optim)
-    assert [config.steps for method, config in runs.items() if method != "dense"] == [quickstart.STEPS] * 4
+    assert [config.steps for method, config in runs.items() if method != "dense"] == [quickstart.STEPS] * 5
     routers = {method: shape.moe.router for method, shape in shapes.items() if shape.moe is not None}
+    assert (routers["identity"].name, routers.pop("identity").num_experts) == ("identity", 16)
     slots = {method: (r.name, r.num_experts * vars(r)["slots_per_expert"]) for method, r in routers.items()}
     assert slots == {"one": ("soft", 16), "soft": ("soft", 16), "placed one": ("placed", 16), "placed": ("placed", 16)}

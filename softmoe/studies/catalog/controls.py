@@ -32,12 +32,7 @@ STEPS: dict[str, tuple[Step, ...]] = {  # ways from the dense model to Soft MoE
     ),
     "slots with a place (ours)": (("slots with a place", "placed one"), ("experts", "placed")),
 }
-METHODS = {
-    **NAMES,
-    "one": "one expert with the same slots",
-    "placed": "Soft MoE with a place",
-    "placed one": "one expert with a place",
-}
+METHODS = NAMES | {"one": "one expert with the same slots"}
 RATES = {"dense": 1.0, "dense half rate": 0.5, "dense twice rate": 2.0}
 LADDERS = {"soft": ("one", " experts"), "placed": ("placed one", " placed experts")}
 """For each router the method of one expert, and how the methods of several end."""
@@ -145,11 +140,13 @@ def draw_way(axis: Any, table: Table, way: str, steps: Sequence[Step], number: s
     names = [METHODS["dense"], *(f"+ {what}" for what, _ in steps), METHODS[steps[-1][1]]]
     path = [table.where(method=method) for method in ("dense", *(method for _, method in steps))]
     waterfall(axis, names, path, number)
-    for method, name, height in (("identity", "Identity", len(names) - 0.5), ("merged", "tokens merged", -0.55)):
+    for method, name, height in (("identity", "Identity", len(names) - 0.5), ("merged", "tokens merged", -0.8)):
         level = table.where(method=method).mean(number)
         if level is not None:
             axis.axvline(level, color="#888888", ls=":", lw=1)
             axis.annotate(name, (level, height), ha="center", size=8, color="#666666")
+            axis.set_xlim(right=max(axis.get_xlim()[1], 1.15 * level))
+            axis.set_ylim(bottom=min(axis.get_ylim()[0], height - 0.1))
     finish(axis, label(number), "")
     axis.set_title(way, fontsize=10)
 
