@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Literal
 
 from softmoe.cli.parse import parse, parse_size
+from softmoe.evaluate.api import OthersWeights
 
 
 @dataclass(frozen=True)
-class CostArguments:
+class CostArguments(OthersWeights):
     """Parameters, multiply-accumulates and FLOPs per image, in total and by part."""
 
     names: tuple[str, ...] = ()
-    """Models, like vit_s16, soft_s16_128e or experts_choice_b16_32e; or folders of saved models and runs."""
+    """Models, like vit_s16, soft_s16_128e or experts_choice_b16_32e; or saved models, runs and others' weights."""
     _: KW_ONLY
     classes: int = 1000
     """Outputs of the head; 0 is a model without a head. A saved model has its own."""
@@ -37,6 +38,7 @@ def cost_command(argv: list[str]) -> int:
 
     from softmoe.budget import report
     from softmoe.budget.count import cost
+    from softmoe.convert.foreign import open_foreign, with_options
     from softmoe.models import model_config
     from softmoe.storage import open_saved
 
@@ -45,8 +47,8 @@ def cost_command(argv: list[str]) -> int:
         return 0
     classes = arguments.classes or None
     models = {
-        name: open_saved(name).config
-        if Path(name).is_dir() or "/" in name
+        name: (open_foreign(with_options(name, arguments.told)) or open_saved(name)).config
+        if Path(name).exists() or "/" in name or "?" in name
         else model_config(name, num_classes=classes, image_size=image_size)
         for name in arguments.names
     }

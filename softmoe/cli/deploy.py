@@ -6,15 +6,16 @@ from pathlib import Path
 from typing import Literal
 
 from softmoe.cli.parse import parse
+from softmoe.evaluate.api import OthersWeights
 from softmoe.machine import Precision
 
 
 @dataclass(frozen=True)
-class ExportArguments:
+class ExportArguments(OthersWeights):
     """Write a model as one file that runs without softmoe, for any batch size, and compare it with the model."""
 
     model: str
-    """Folder of a saved model or of a run, or a Hub id (user/name)."""
+    """A saved model, a run, a Hub id (user/name), or others' weights: a .safetensors or .npz file, or their folder."""
     _: KW_ONLY
     to: Literal["torch-export", "onnx", "aoti"]
     """torch-export: any torch; onnx: ONNX Runtime and others; aoti: compiled for this kind of processor or GPU."""
@@ -39,11 +40,12 @@ def export_command(argv: list[str]) -> int:
     from softmoe.evaluate import load
     from softmoe.inference.export import SUFFIX, export
 
-    loaded = load(a.model, device=a.device, image_size=a.image_size)
+    loaded = load(a.model, device=a.device, image_size=a.image_size, told=a.told)
     model = loaded.model.float()
     if a.features:
         model.head = torch.nn.Identity()
-    out = a.out or Path(Path(a.model).resolve().name + SUFFIX[a.to])
+    place = loaded.saved.folder
+    out = a.out or Path((place.stem if place.is_file() else Path(a.model).resolve().name) + SUFFIX[a.to])
     classes = None if a.features else loaded.saved.classes
     made = export(model, out, a.to, preprocessing=loaded.preprocessing, classes=classes, overwrite=a.overwrite)
     print(f"{made.path}  {made.bytes / 1e6:.1f} MB")
@@ -75,11 +77,11 @@ def upload_command(argv: list[str]) -> int:
 
 
 @dataclass(frozen=True)
-class ServeArguments:
+class ServeArguments(OthersWeights):
     """Answer images sent over HTTP with their classes (POST /classify) or embeddings (POST /embed)."""
 
     model: str
-    """Folder of a saved model or of a run, or a Hub id (user/name)."""
+    """A saved model, a run, a Hub id (user/name), or others' weights: a .safetensors or .npz file, or their folder."""
     _: KW_ONLY
     host: str = "127.0.0.1"
     port: int = 8000
@@ -144,7 +146,9 @@ def serve_command(argv: list[str]) -> int:
         keep_alive=a.keep_alive_seconds,
         connections=a.max_connections,
     )
-    loaded = load(a.model, device=a.device, image_size=a.image_size, weights=a.weights, precision=a.precision)
+    loaded = load(
+        a.model, device=a.device, image_size=a.image_size, weights=a.weights, precision=a.precision, told=a.told
+    )
     predictor = Predictor(loaded, top=a.top)
     decoders = Decoders(pixel_reader(loaded.transform, a.max_pixels), a.decoders, a.decode_seconds)
     show = {

@@ -93,7 +93,7 @@ def predict_command(argv: list[str]) -> int:
     a = parse(PredictArguments, argv, "predict")
     if a.features and not a.features.resolve().parent.is_dir():
         raise ValueError(f"there is no folder {a.features.resolve().parent} to write {a.features.name} into")
-    check_new(a.csv)
+    check_new(a.csv, "--csv")
     predictions, unreadable = a.run()
     if a.json:
         bad = [{"image": image.name, "reason": image.reason} for image in unreadable]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from softmoe.cli.parse import parse, percent_on_terminal
+from softmoe.evaluate.api import OthersWeights
 
 if TYPE_CHECKING:
     from softmoe.data import Source
@@ -16,11 +17,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class InspectArguments:
+class InspectArguments(OthersWeights):
     """Look inside a model: write figures, inspect.json and inspect.html."""
 
     model: str
-    """Folder of a saved model or of a run, or a Hub id (user/name)."""
+    """A saved model, a run, a Hub id (user/name), or others' weights: a .safetensors or .npz file, or their folder."""
     data: str
     """Source of images: a folder with SPLIT/CLASS/IMAGE, or shapes, wds:PATTERN, hf:NAME, idx:PATH, digits."""
     _: KW_ONLY
@@ -69,7 +70,7 @@ def look(a: InspectArguments, name: str) -> "Inspection":
     from softmoe.evaluate.inputs import random_subset
     from softmoe.inspection.collect import inspect_source
 
-    loaded = load(name, device=a.device, image_size=a.image_size)
+    loaded = load(name, device=a.device, image_size=a.image_size, told=a.told if name == a.model else None)
     source = random_subset(open_source(a.data, a.split), a.examples)
     classes = loaded.saved.classes or (source.classes if len(source.classes) == loaded.model.config.num_classes else ())
     return inspect_source(
@@ -87,11 +88,11 @@ def look(a: InspectArguments, name: str) -> "Inspection":
 
 
 @dataclass(frozen=True)
-class DoctorArguments:
+class DoctorArguments(OthersWeights):
     """Check a model or a run. Exit code 0 if nothing is wrong, 1 if something is."""
 
     model: str
-    """Folder of a run or of a saved model, or a Hub id (user/name)."""
+    """A saved model, a run, a Hub id (user/name), or others' weights: a .safetensors or .npz file, or their folder."""
     data: str | None = None
     """Source of images; of a run its own validation images if not given."""
     _: KW_ONLY
@@ -135,7 +136,7 @@ def model_verdicts(a: DoctorArguments, run: "RunRecord | None") -> "list[Verdict
     from softmoe.inspection.statistics import correlation_summary
     from softmoe.moe.record import moe_layers
 
-    loaded = load(a.model, device=a.device)
+    loaded = load(a.model, device=a.device, told=a.told)
     model = loaded.model
     weights = next(model.parameters())
     precision = run.config.precision if run else str(weights.dtype).removeprefix("torch.")

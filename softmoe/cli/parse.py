@@ -71,6 +71,8 @@ def parse(command: type[Command], argv: list[str], name: str) -> Command:
             values[key] = parse_size(value)
     if not values.get("overwrite"):
         check_new(values.get("out"))
+    if issubclass(command, Printed) and values["out"] and values["out"].is_dir():
+        raise ValueError(f"--out {values['out']} is a folder; give the name of a new file")
     return command(**values)
 
 
@@ -93,13 +95,17 @@ def one_line(box: str) -> str:
     for title in ("Unrecognized options", "Required options", "Value error", "Invalid choice", "Parsing error"):
         text = text.removeprefix(f"{title} ")
     text = text.replace(" Argument helptext:", ";").replace(" (required)", "")
+    text = re.sub(
+        r"^Error parsing (\S+): invalid literal for int.*?base 10: ", r"\1 must be a whole number, got ", text
+    )
+    text = re.sub(r"^Error parsing (\S+): could not convert string to float: ", r"\1 must be a number, got ", text)
     return re.sub(r"\s*For full helptext, (?:run|see):? (softmoe .*?--help)", r" (\1)", text)
 
 
-def check_new(path: str | Path | None) -> None:
+def check_new(path: str | Path | None, option: str = "--out") -> None:
     """ValueError for a file that is there already."""
     if path is not None and Path(path).is_file():
-        raise ValueError(f"{path} is there already: choose another --out, or remove it")
+        raise ValueError(f"{path} is there already: choose another {option}, or remove it")
 
 
 def unused(path: Path) -> Path:

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
 from softmoe.cli.parse import parse
 
 
@@ -38,21 +36,29 @@ def demo_command(argv: list[str]) -> int:
     return 0
 
 
-def train_and_compare(runs: Path = Path("runs"), seed: int = 0, tiny: bool = False, jobs: int | None = None) -> int:
-    """Train a small Soft MoE, one expert with the same slots and a dense twin on drawn characters, and compare them.
+@dataclass(frozen=True, kw_only=True)
+class QuickstartArguments:
+    """Train a small Soft MoE, one expert with the same slots and a dense twin on drawn characters, and compare them."""
 
-    Args:
-        runs: Folder for the runs. A quickstart that was stopped goes on from there.
-        seed: Of weights and data.
-        tiny: Two steps each, to see that everything works.
-        jobs: Models that train at the same time, a process of one thread each. None is one a core.
-    """
+    runs: Path = Path("runs")
+    """Folder for the runs. A quickstart that was stopped goes on from there."""
+    seed: int = 0
+    """Of weights and data."""
+    tiny: bool = False
+    """Two steps each, to see that everything works."""
+    jobs: int | None = None
+    """Models that train at the same time, a process of one thread each; one a core if not given."""
+
+
+def quickstart_command(argv: list[str]) -> int:
+    a = parse(QuickstartArguments, argv, "quickstart")
+    if a.jobs is not None and a.jobs < 1:
+        raise ValueError(f"--jobs must be at least 1, got {a.jobs}")
+
     from softmoe.report import summary_table, table_text
     from softmoe.studies.quickstart import run_quickstart
 
-    if jobs is not None and jobs < 1:
-        raise ValueError(f"--jobs must be at least 1, got {jobs}")
-    done = run_quickstart(runs, seed=seed, tiny=tiny, jobs=jobs)
+    done = run_quickstart(a.runs, seed=a.seed, tiny=a.tiny, jobs=a.jobs)
     if not done.records:
         print("stopped; `softmoe quickstart` goes on from here")
         return 130
@@ -62,7 +68,3 @@ def train_and_compare(runs: Path = Path("runs"), seed: int = 0, tiny: bool = Fal
     print("\n".join(done.findings))
     print(f"\ncurves  {done.curves}\ngains   {done.gains}\ninside  {done.inside}\nreport  {done.report}")
     return 0
-
-
-def quickstart_command(argv: list[str]) -> int:
-    return tyro.cli(train_and_compare, prog="softmoe quickstart", args=argv)

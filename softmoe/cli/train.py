@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ import tyro
 
 from softmoe import recipes
 from softmoe.cli.parse import parse_run, read_words
+from softmoe.evaluate.api import OthersWeights
 
 if TYPE_CHECKING:
     from softmoe.train import Result, TrainConfig
@@ -26,7 +28,8 @@ RECIPE  {names}
         the path of a .py file with a function recipe() -> TrainConfig
         the folder of a run, to continue it: runs/NAME
         a checkpoint, to cool down from it: runs/NAME/checkpoints/step_00001000 --cooldown 200
-        lit --image MODEL, to learn texts for the images of a trained model that stays as it is
+        lit --image MODEL, to learn texts for the images of a trained model that stays as it is; others' weights are
+        taken as in softmoe finetune (--mean, --std)
 DATA    a folder with CLASS/* or with train/CLASS/* and val/CLASS/*, or shapes, wds:PATTERN, hf:NAME, idx:PATH, digits
 
 {about}
@@ -100,6 +103,8 @@ def parse_train(recipe: str, argv: list[str]) -> tuple[TrainConfig, bool]:
 
         raise ValueError(f"there is no run {recipe}; {others_there(stored) or 'softmoe train lists the recipes'}")
     default = stored_run(stored) if begun else recipes.load(recipe)
+    if argv and not argv[0].startswith("-"):
+        raise ValueError(f"{argv[0]!r} stands alone: data is given as softmoe train {recipe} --data {argv[0]}")
     image, rest = take(argv, "--image")
     if image is not None:
         from softmoe.transfer import locked_config
@@ -165,10 +170,14 @@ def finish(result: Result) -> int:
         return exit_code(result)
     step, numbers = folder.chosen_numbers()
     rows = {name: f"{value:.4f}" for name, value in numbers.items()}
-    rows |= {"step": str(step), "model": str(write_model(folder).folder), "metrics": str(folder.metrics)}
+    model, best = write_model(folder), f" of {result.step}, the best on validation images"
+    rows |= {"step": f"{step}{best if step < result.step else ''}", "model": str(model.folder)}
+    rows |= {"metrics": str(folder.metrics)}
     if folder.evaluation.exists():
         rows["evaluation"] = str(folder.evaluation)
     rows["report"] = report_page(folder)
+    run = shlex.quote(str(folder.path))
+    rows["next"] = f"softmoe predict {run} IMAGES" if model.towers is None else f"softmoe search {run} TEXT IMAGES"
     width = max(map(len, rows)) + 2
     for name, value in rows.items():
         print(f"{name:<{width}}{value}")
@@ -224,6 +233,6 @@ def take_told(model: str, argv: list[str]) -> tuple[str, list[str]]:
     from softmoe.convert.foreign import with_options
 
     told = {}
-    for name in ("mean", "std", "heads", "activation"):
+    for name in OthersWeights().told:
         told[name], argv = take(argv, f"--{name}")
     return with_options(model, told), argv

@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import tyro
+from typing import TYPE_CHECKING, Any
 
 from softmoe import recipes
-from softmoe.cli.parse import parse, parse_run, parse_size, read_words
+from softmoe.cli.parse import parse, parse_run, parse_size
 from softmoe.cli.train import drive, take, take_told
+from softmoe.evaluate.api import OthersWeights
 
 if TYPE_CHECKING:
     from softmoe.train import TrainConfig
@@ -51,12 +50,13 @@ def parse_finetune(model: str, data: str, argv: list[str]) -> tuple[TrainConfig,
 
 
 @dataclass(frozen=True)
-class UpcycleArguments:
+class UpcycleArguments(OthersWeights):
     """Make a model with experts from a dense one, save it, and say how far its output is from the dense one's."""
 
-    dense: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DENSE")]
-    """A saved model or run; or others' weights: an .npz or .safetensors file (original ViT, big_vision, timm, Hugging
-    Face, open_clip, torchvision), or a folder or Hub id with its config.json."""
+    dense: str
+    """A saved model, a run, a Hub id (user/name), or others' weights: a .safetensors or .npz file, or their folder
+    (original ViT, big_vision, timm, Hugging Face, open_clip, torchvision)."""
+    _: KW_ONLY
     experts: int = 16
     slots: int = 1
     """Slots per expert."""
@@ -82,35 +82,26 @@ class UpcycleArguments:
     """Images of --data: so many for the routers, and as many others for the report."""
     out: str | None = None
     """Folder of the new model; None only reports."""
-    heads: int | None = None
-    """Heads of a file of others' weights, if they cannot be told from its width."""
     image_size: int | None = None
     """Image size of others' weights whose positions do not tell."""
-    activation: str | None = None
-    """Activation of a file of others' weights: gelu, gelu_tanh (SigLIP) or quick_gelu (OpenAI's CLIP)."""
-    mean: str | None = None
-    """Mean of the pixels in [0, 1] that a file of others' weights was trained with: 0.5, or 0.485,0.456,0.406."""
-    std: str | None = None
-    """Their deviation, as 0.5 or 0.229,0.224,0.225."""
     seed: int = 0
 
 
 def upcycle_command(argv: list[str]) -> int:
-    a = read_words(UpcycleArguments, args=argv, prog="softmoe upcycle")
+    a = parse(UpcycleArguments, argv, "upcycle")
     blocks = parse_blocks(a.blocks)
     check_empty(a.out)
 
     import torch
 
     from softmoe.convert.foreign import open_foreign, with_options
-    from softmoe.storage import from_pretrained, open_saved, save_pretrained
+    from softmoe.storage import load_saved, open_saved, save_pretrained
     from softmoe.transfer import compare_starts, upcycle
 
     torch.manual_seed(a.seed)
-    given = {name: getattr(a, name) for name in ("heads", "image_size", "activation", "mean", "std")}
-    foreign = open_foreign(with_options(a.dense, given))
-    dense = from_pretrained(a.dense) if foreign is None else foreign.model
-    saved = open_saved(a.dense) if foreign is None else foreign
+    foreign = open_foreign(with_options(a.dense, a.told | {"image_size": a.image_size}))
+    saved = foreign or open_saved(a.dense)
+    dense = load_saved(saved) if foreign is None else foreign.model
     facts = {"preprocessing": saved.preprocessing, "classes": saved.classes}
     images = held_out = None
     if a.data is not None:

@@ -9,7 +9,7 @@ activation, image size, pooling, and the mean and std of the pixels. Nothing pic
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ from softmoe.convert.timm import from_timm, read_tensors
 from softmoe.convert.vit import from_vit
 from softmoe.models import VisionTransformer, ViTConfig
 from softmoe.models.conventions import POOLS
-from softmoe.storage import Preprocessing, from_pretrained, hub
+from softmoe.storage import Preprocessing, SavedModel, from_pretrained, hub
 from softmoe.storage.adapters import inherited
-from softmoe.storage.files import first_line, read_json
+from softmoe.storage.files import FileFacts, first_line, read_json, sha256
 from softmoe.storage.saved import is_saved
 
 SUFFIXES = (".npz", ".safetensors")
@@ -43,12 +43,13 @@ _FAMILIES: dict[str, dict[str, Any]] = {  # what Hugging Face's config.json leav
 
 
 @dataclass(frozen=True)
-class Foreign:
-    """A model of another library turned into ours, and how its images are made."""
+class Foreign(SavedModel):
+    """A model of another library turned into ours: what a saved model tells, and the model itself.
 
-    model: VisionTransformer
-    preprocessing: Preprocessing
-    classes: tuple[str, ...] | None
+    `folder` may be a file.
+    """
+
+    model: VisionTransformer = field(kw_only=True)
 
 
 def open_foreign(where: str | Path, **options: Any) -> Foreign | None:
@@ -68,7 +69,8 @@ def open_foreign(where: str | Path, **options: Any) -> Foreign | None:
     has_settings = place.is_dir() or place.name.startswith(("model", "open_clip"))
     told, files = read_settings(folder) if has_settings else ({}, [])
     tensors: dict[str, Any] = {}
-    for file in files if place.is_dir() else [place]:
+    files = files if place.is_dir() else [place]
+    for file in files:
         tensors |= read_tensors(file)
     if any(not name.isprintable() or len(name) > 300 for name in tensors):
         raise ValueError(f"{place} is damaged: it has an array whose name is no text")
@@ -86,7 +88,8 @@ def open_foreign(where: str | Path, **options: Any) -> Foreign | None:
     shape = seen if seen is not None and "image_size" not in options else model.config.image_shape
     preprocessing = Preprocessing(shape, crop, ratio or Preprocessing.central_ratio)
     known = classes if classes and len(classes) == model.config.num_classes else None
-    return Foreign(model.eval(), preprocessing, known)
+    facts = {with_options(file.name, options): FileFacts(file.stat().st_size, sha256(file)) for file in files}
+    return Foreign(place, model.config, preprocessing, known, facts, model=model.eval())
 
 
 def convert(tensors: Mapping[str, Any], settings: dict[str, Any], asked: Mapping[str, Any]) -> VisionTransformer:

@@ -107,9 +107,10 @@ def from_timm(
     refuse_unknown(source)
     if mean is None or std is None:
         raise ValueError(
-            "these weights do not say which mean and std of the pixels they were trained with: give mean and std "
-            "(0.5 and 0.5 for AugReg and SigLIP; 0.485, 0.456, 0.406 and 0.229, 0.224, 0.225 for DeiT, MAE, DINOv2 and "
-            "torchvision; 0.4815, 0.4578, 0.4082 and 0.2686, 0.2613, 0.2758 for CLIP)"
+            "these weights do not say which mean and std of the pixels they were trained with: give both, as --mean "
+            "0.5 --std 0.5 or FILE?mean=0.5&std=0.5 (0.5 and 0.5 for AugReg and SigLIP; 0.485,0.456,0.406 and "
+            "0.229,0.224,0.225 for DeiT, MAE, DINOv2 and torchvision; 0.4815,0.4578,0.4082 and 0.2686,0.2613,0.2758 "
+            "for CLIP)"
         )
     clip = "norm_pre.weight" in source
     if clip and activation is None:
@@ -293,6 +294,9 @@ def drop_empty_norm_biases(state: Tensors) -> None:
 def fold_pixels(state: Tensors, mean: float | Sequence[float], std: float | Sequence[float]) -> None:
     """Fold (pixel - mean) / std into the patch embedding, which sees images in [-1, 1]: pixel = (image + 1) / 2."""
     weight = state["embed.proj.weight"]
+    for name, value in (("mean", mean), ("std", std)):
+        if not isinstance(value, int | float) and len(value) not in (1, 3):
+            raise ValueError(f"{name} is one number, or three for red, green and blue, got {len(value)}")
     mean_3, std_3 = (torch.as_tensor(value, dtype=torch.float64).expand(3) for value in (mean, std))
     if bool((std_3 <= 0).any()):
         raise ValueError(f"std must be above 0, got {std}")

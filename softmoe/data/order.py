@@ -85,8 +85,10 @@ def order(
 
 
 def check_batch(batch_size: int, world: int, rank: int) -> None:
-    if batch_size < 1 or world < 1 or not 0 <= rank < world:
-        raise ValueError(f"Need a batch of at least 1 and 0 <= rank < world, not {batch_size=}, {world=}, {rank=}.")
+    if batch_size < 1:
+        raise ValueError(f"The batch must have at least 1 image, got {batch_size}.")
+    if world < 1 or not 0 <= rank < world:
+        raise ValueError(f"Need 0 <= rank < world, not {world=}, {rank=}.")
     if batch_size % world:
         raise ValueError(
             f"The batch of {batch_size} images cannot be shared evenly by {world} processes; "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
@@ -50,6 +50,25 @@ class OverImages:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OthersWeights:
+    """What a file of others' weights does not tell; `MODEL?mean=0.5&std=0.5` says the same."""
+
+    mean: str | None = None
+    """Others' weights: mean of the pixels in [0, 1] they were trained with, as 0.5 or 0.485,0.456,0.406."""
+    std: str | None = None
+    """Others' weights: deviation of those pixels, as 0.5 or 0.229,0.224,0.225."""
+    heads: int | None = None
+    """Others' weights: heads of attention, if they cannot be told from the width."""
+    activation: str | None = None
+    """Others' weights: gelu, gelu_tanh (SigLIP) or quick_gelu (OpenAI's CLIP)."""
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """Argument `told` of `load`."""
+        return {f.name: getattr(self, f.name) for f in fields(OthersWeights)}
+
+
+@dataclass(frozen=True, kw_only=True)
 class OverFeatures(OverImages):
     """The options of the commands that compute features, which are kept for the next time."""
 
@@ -81,11 +100,11 @@ def as_list(names: Names) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Evaluate(OverImages):
+class Evaluate(OthersWeights, OverImages):
     """Accuracy, loss and calibration of a saved model, with a row for every class."""
 
     model: str | Path
-    """Folder of a saved model or of a run, or a Hub id (user/name)."""
+    """A saved model, a run, a Hub id (user/name), or others' weights: a .safetensors or .npz file, or their folder."""
     data: str
     """Source of images: a folder with SPLIT/CLASS/IMAGE, or shapes, wds:PATTERN, hf:NAME, idx:PATH, digits."""
     _: KW_ONLY
@@ -109,11 +128,11 @@ class Evaluate(OverImages):
 
 
 @dataclass(frozen=True)
-class FewShot(OverFeatures):
+class FewShot(OthersWeights, OverFeatures):
     """Few-shot accuracy of a saved model's features, by ridge regression in closed form."""
 
     model: str | Path
-    """Folder of a saved model or of a run, or a Hub id (user/name)."""
+    """A saved model, a run, a Hub id (user/name), or others' weights: a .safetensors or .npz file, or their folder."""
     data: Names
     """Sources of images, each with a training and a test split."""
     _: KW_ONLY
@@ -142,11 +161,11 @@ class FewShot(OverFeatures):
 
 
 @dataclass(frozen=True)
-class Predict(OverImages):
+class Predict(OthersWeights, OverImages):
     """The likeliest classes of images."""
 
     model: str | Path
-    """Folder of a saved model or of a run, or a Hub id (user/name)."""
+    """A saved model, a run, a Hub id (user/name), or others' weights: a .safetensors or .npz file, or their folder."""
     images: Names
     """Image files, folders (with all below them) and patterns."""
     _: KW_ONLY

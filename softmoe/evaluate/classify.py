@@ -161,9 +161,11 @@ class Predictor:
 
 def run_evaluate(options: Evaluate, progress: Progress | None = None) -> dict[str, Any]:
     """Return named numbers and what they were measured on, as plain values for JSON."""
-    loaded = load(options.model, weights=options.weights, **options.model_options)
+    loaded = load(options.model, weights=options.weights, told=options.told, **options.model_options)
     judged = (
-        Beside(loaded.model, load(options.model, device=options.device).model) if options.agreement else loaded.model
+        Beside(loaded.model, load(options.model, device=options.device, told=options.told).model)
+        if options.agreement
+        else loaded.model
     )
     outputs = outputs_of(loaded.model)
     source = random_subset(open_source(options.data, options.split), options.examples)
@@ -204,7 +206,7 @@ def run_evaluate(options: Evaluate, progress: Progress | None = None) -> dict[st
 def run_predict(options: Predict, progress: Progress | None = None) -> tuple[list[Prediction], list[Unreadable]]:
     """Classes and features of what can be read, and what cannot."""
     paths = find_images(as_list(options.images))
-    loaded = load(options.model, weights=options.weights, **options.model_options)
+    loaded = load(options.model, weights=options.weights, told=options.told, **options.model_options)
     predictor = Predictor(loaded, top=options.top)
     found = list(predictor.predict_files(paths, batch_size=options.batch_size, workers=options.workers))
     return [p for p in found if isinstance(p, Prediction)], [u for u in found if isinstance(u, Unreadable)]

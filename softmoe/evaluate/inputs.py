@@ -4,7 +4,7 @@ import glob
 import json
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from softmoe.convert.foreign import open_foreign, with_options
 from softmoe.data import Example, Source, Transform, TransformConfig, captions_of
 from softmoe.data.decode import decode, read_image_file
 from softmoe.data.folder import IMAGE_SUFFIXES
@@ -60,18 +61,24 @@ def load(
     image_size: int | tuple[int, int] | None = None,
     weights: Storage | None = None,
     precision: Precision = "auto",
+    told: Mapping[str, Any] | None = None,
 ) -> Loaded:
-    """Load a saved model, run or Hub id; at another resolution, and prepared for inference with `weights`, if asked."""
-    saved = open_model(where)
+    """Load a saved model, run, Hub id, or others' weights with what is `told` of them (mean, std, heads, activation).
+
+    If asked at another resolution, and prepared for inference with `weights`.
+    """
+    foreign = open_foreign(with_options(str(where), told or {}))
+    saved = foreign or open_model(where)
     place, p = choose_device(device), preprocessing_at(saved, image_size)
-    if weights is None:
-        return Loaded(compute_in(precision, load_saved(saved, place)), saved, p)
     if weights == "mapped":
+        if foreign is not None:
+            raise ValueError(f"mapped weights are those of a saved model; {where} has others': softmoe.save_pretrained")
         if place.type != "cpu":
             raise ValueError(f"mapped weights are used where they lie, on the CPU, not on {place}")
         return Loaded(open_mapped(saved.folder), saved, p)
-    prepared = prepare(load_saved(saved, place, dtype=torch.float32), weights)
-    return Loaded(compute_in(precision, prepared), saved, p)
+    dtype = None if weights is None else torch.float32
+    model = load_saved(saved, place, dtype=dtype) if foreign is None else foreign.model.to(place, dtype)
+    return Loaded(compute_in(precision, model if weights is None else prepare(model, weights)), saved, p)
 
 
 def compute_in(precision: Precision, model: AnyModel) -> AnyModel:
@@ -216,7 +223,10 @@ def match_classes(source: Source, classes: Sequence[str] | None, outputs: int) -
         return source, "number"
     unknown = [] if classes is None else [name for name in source.classes if name not in classes]
     why = f", and the model does not know its class {unknown[0]!r}" if unknown else ""
-    raise ValueError(f"the data has {len(source.classes)} classes, but the model has {outputs}{why}")
+    raise ValueError(
+        f"the data has {len(source.classes)} classes, but the model has {outputs}{why}: softmoe finetune MODEL DATA "
+        "teaches it these, softmoe fewshot MODEL DATA measures its features on them"
+    )
 
 
 class FileSource(Source):

@@ -211,7 +211,7 @@ def layer_results(model: nn.Module, batches: Iterable[Tensor]) -> tuple[int, dic
     """
     routers = moe_layers(model)
     if not routers:
-        raise ValueError("this model has no MoE layers, so there is no routing to look into")
+        raise ValueError("this model has no MoE layers, so there is no routing to look into; softmoe upcycle adds some")
     device = next(model.parameters()).device
     statistics: dict[str, LayerStatistics] = {}
     images = 0

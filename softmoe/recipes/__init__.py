@@ -57,7 +57,7 @@ def find(name: str) -> ModuleType:
     if name not in names():
         near = difflib.get_close_matches(name, names(), n=1)
         hint = f", did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"no recipe {name!r}{hint} Recipes: {', '.join(names())}, or the path of a .py file")
+        raise ValueError(f"no recipe {name!r}{hint or '.'} Recipes: {', '.join(names())}, or the path of a .py file")
     return importlib.import_module(f"{__name__}.{name}")
 
 

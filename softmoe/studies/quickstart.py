@@ -29,6 +29,7 @@ from softmoe.train.folder import RunFolder, write_model
 
 DEMO_DATA = "shapes?size=48"
 DEMO_EXAMPLES = 64  # pictures for the statistics of the page
+MOST_PICTURES = 288  # one of each class
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class Shown:
 
 def run_demo(folder: Path, pictures: int = 8) -> tuple[list[Shown], Path]:
     """Draw `pictures` into the folder, predict them, and write the inspection page; returns both."""
-    if pictures < 1:
-        raise ValueError(f"the number of pictures must be at least 1, got {pictures}")
+    if not 1 <= pictures <= MOST_PICTURES:
+        raise ValueError(f"the number of pictures is from 1 to {MOST_PICTURES}, got {pictures}")
     loaded = load("demo", device="cpu")
     source = random_subset(open_source(DEMO_DATA, "val"), pictures, seed=1)
     truth: dict[Path, str] = {}
