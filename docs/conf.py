@@ -1,5 +1,6 @@
 """Sphinx builds the site from this folder: `make docs`. A warning, such as a link that leads nowhere, is an error."""
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -10,6 +11,11 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import softmoe  # noqa: E402
+
+for page in sorted((ROOT / "docs" / "api").glob("*.md")):  # names that are loaded when first used are documented too
+    if (ROOT / "softmoe" / page.stem).is_dir():
+        room = importlib.import_module(f"softmoe.{page.stem}")
+        vars(room).update({name: getattr(room, name) for name in room.__all__})
 
 project = "softmoe"
 author = "the authors of softmoe"

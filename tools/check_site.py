@@ -2,8 +2,8 @@
 
     python tools/check_site.py build/docs
 
-Exit code 1 if one does not, or if a page would load something from elsewhere. Links to other sites are only counted:
-whether they still answer is theirs to know.
+Exit code 1 if one does not, if a page would load something from elsewhere, or if a page in api/ describes
+nothing. Links to other sites are only counted: whether they still answer is theirs to know.
 """
 
 import sys
@@ -51,6 +51,8 @@ def problems(root: Path) -> tuple[int, int, list[str]]:
                 wrong.append(f"{path.relative_to(root)}: there is no {target}")
             elif place and file in pages and unquote(place) not in pages[file].places:
                 wrong.append(f"{path.relative_to(root)}: {target} has no such place")
+        if path.parent == root / "api" and path.name != "index.html" and not any("." in name for name in page.places):
+            wrong.append(f"{path.relative_to(root)}: describes nothing")
     return followed, elsewhere, wrong
 
 

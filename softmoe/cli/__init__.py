@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(argv: list[str]) -> int:
-    if not argv or argv[0] in ("-h", "--help"):
+    if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())
         return 0 if argv else 2
     name, rest = argv[0], argv[1:]

@@ -1,6 +1,7 @@
 """`softmoe cost`, `plan`, `bench` and `selftest`: what models and layouts need, by formula and by the clock."""
 
 import json
+import math
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -146,6 +147,8 @@ class BenchArguments:
 
 def bench_command(argv: list[str]) -> int:
     a = parse(BenchArguments, argv, "bench")
+    if not 0 < a.seconds < math.inf:
+        raise ValueError(f"--seconds must be above 0, got {a.seconds:g}")
 
     from softmoe.bench import timed_on
 

@@ -145,6 +145,8 @@ def _measure(x_nD: Tensor, labels_n: Tensor, W_RDC: Tensor, bias_RC: Tensor) -> 
 
 def run_fewshot(options: FewShot, progress: Progress | None = None) -> dict[str, Any]:
     """Accuracies by data and number of shots; nearest neighbors and a probe if asked."""
+    if not as_list(options.data):
+        raise ValueError("give at least one source of images: softmoe fewshot MODEL DATA")
     loaded = load(options.model, told=options.told, **options.model_options)
     sources = {name: (_part(options, name, "train"), _part(options, name, "test")) for name in as_list(options.data)}
 

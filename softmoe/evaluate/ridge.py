@@ -208,8 +208,8 @@ def choose_by_test(accuracies: Sequence[np.ndarray]) -> int:
 
 
 def _check(name: str, train: Features, test: Features) -> int:
-    if not train.classes or train.classes != test.classes:
-        raise ValueError(f"{name}: training and test data must have the same classes, and at least one")
+    if len(train.classes) < 2 or train.classes != test.classes:
+        raise ValueError(f"{name}: training and test data must have the same classes, and at least two")
     missing = np.setdiff1d(np.arange(len(train.classes)), train.single_labels())
     if len(missing):
         raise ValueError(

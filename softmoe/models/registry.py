@@ -37,7 +37,7 @@ PAPER_MODELS: tuple[str, ...] = (  # the long runs of the paper, dense and Soft 
     "soft_h14_256e",
 )
 _NAME = re.compile(
-    r"(?P<router>[a-z_]+)_(?P<size>ti|[sblhgG])(?P<patch>\d+)(?:_(?P<experts>\d+)e(?:(?P<slots>\d+)p)?)?"
+    r"(?P<router>[a-z_]+)_(?P<size>ti|[sblhgG])(?P<patch>\d{1,5})(?:_(?P<experts>\d{1,7})e(?:(?P<slots>\d{1,7})p)?)?"
 )
 _TIMM = {"drop_rate": "dropout", "attn_drop_rate": "attention_dropout", "drop_path_rate": "drop_path"}
 _VIT_FIELDS = tuple(f.name for f in fields(ViTConfig) if f.name != "moe")

@@ -143,7 +143,9 @@ def upcycle(
     moe = MoEConfig.of(router, num_experts, **options)
     model = copy_model(dense, replace(config, moe=moe))
     if images is None and init not in ("beside", "copy"):
-        raise ValueError(f"init={init!r} looks at the tokens of real images: give images=, or use init='beside'")
+        raise ValueError(
+            f"init={init!r} looks at the tokens of real images: give images= (--data), or use init='beside'"
+        )
     if images is not None and init != "copy":
         with evaluating(dense, model):
             fit_routers(dense, model, images, init, report)

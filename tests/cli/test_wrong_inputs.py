@@ -1,4 +1,4 @@
-"""Forty mistakes that people make, each answered in one line that helps."""
+"""Sixty mistakes that people make, each answered in one line that helps."""
 
 import shlex
 from pathlib import Path
@@ -59,6 +59,20 @@ WRONG = [
     ("report photos", "is not the folder of a run"),
     ("study nothing", "no study 'nothing'"),
     ("upload saved name", "looks like user/name"),
+    ("train small_data photos", "data is given as softmoe train small_data --data photos"),
+    ("train small_data --data photos --seed 1.5", "--seed must be a whole number, got '1.5'"),
+    ("train small_data --data photos --lr fast", "--schedule.peak must be a number, got 'fast'"),
+    ("quickstart --seed abc", "--seed must be a whole number, got 'abc'"),
+    ("demo --pictures 1000000000000", "the number of pictures is from 1 to 288"),
+    ("fewshot saved", "give at least one source of images"),
+    ("evaluate saved three", "softmoe finetune MODEL DATA teaches it these"),
+    ("evaluate saved photos --out photos", "--out photos is a folder; give the name of a new file"),
+    ("evaluate saved photos --batch-size 0", "must have at least 1 image, got 0"),
+    ("predict saved photos --csv photos/ant/0.jpg", "choose another --csv"),
+    ("predict saved photos --device gpu", "expected auto, cpu, cuda, cuda:1 or mps"),
+    ("predict empty.safetensors photos --mean 0.5 --std 0.5", "empty.safetensors is not a safetensors file"),
+    ("cost soft_s16_99999999999999999999e", "unknown model 'soft_s16_99999999999999999999e'"),
+    ("bench layer --seconds 0", "--seconds must be above 0, got 0"),
 ]
 
 
@@ -66,10 +80,11 @@ WRONG = [
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as people have it: photos without splits, others with train/ and test/, a saved model, a run."""
     root = tmp_path_factory.mktemp("place")
-    for name in ("photos/ant", "photos/bee", "mixed/train/ant", "mixed/test/ant"):
+    for name in ("photos/ant", "photos/bee", "mixed/train/ant", "mixed/test/ant", "three/a", "three/b", "three/c"):
         (root / name).mkdir(parents=True)
         for number in range(3):
             (root / name / f"{number}.jpg").write_bytes(b"x")
+    (root / "empty.safetensors").touch()
     model = create_model("soft_ti8_2e", num_classes=2, image_size=16, width=16, heads=2, mlp_dim=16, depth=1)
     for name in ("saved", "runs/main"):
         softmoe.save_pretrained(model, root / name, classes=["ant", "bee"])
