@@ -174,7 +174,7 @@ def vit_views(model: VisionTransformer, read: Read) -> Views:
     c, conv = model.config, model.embed.proj
     if c.registers or c.layer_scale or c.pre_norm or c.pool_norm or c.merge:
         raise ValueError(
-            "the paper's code has no registers, layer scales, merged tokens, norm before the blocks or norm after pooling"
+            "the paper's code has no registers, layer scales, merged tokens, norms before the blocks or after pooling"
         )
     assert conv.bias is not None
     views = {"embedding/kernel": read(conv.weight).permute(2, 3, 1, 0), "embedding/bias": read(conv.bias)}

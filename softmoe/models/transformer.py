@@ -91,8 +91,10 @@ class DropPath(nn.Module):
 
 
 class PatchMerger(nn.Module):
-    """Merge an image's tokens into fewer (arXiv 2202.12015): each is a mean of the normalized ones, weighed by a softmax
-    over them of their products with a learned query. The `prefix` tokens in front, which belong to no cell, stay.
+    """Merges an image's tokens into fewer ones (arXiv 2202.12015).
+
+    Each merged token is a weighted mean of the normalized tokens; the weights are the softmax, over the tokens, of
+    their products with a learned query. The first `prefix` tokens, which belong to no patch, are kept.
 
     There is no way back to the tokens, as a Soft MoE's combine has one.
     """
