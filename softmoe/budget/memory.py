@@ -123,16 +123,14 @@ def blocks_to_recompute(config: ViTConfig, batch_size: int, item: int, limit: fl
     ]
     work = block_work(config)
     order = sorted(range(config.depth), key=lambda index: (-freed[index] / work[index], index))
-    for count in range(config.depth + 1):
-        chosen = order[:count]
-        least = activation_memory(config, batch_size, item, chosen)
-        if least <= limit:
-            break
-    else:
+    kept = [activation_memory(config, batch_size, item, order[:count]) for count in range(config.depth + 1)]
+    enough = next((count for count, size in enumerate(kept) if size <= limit), None)
+    if enough is None:
         raise ValueError(
-            f"activations of {batch_size} images take {least / 1e9:.3g} GB even if every block is computed twice, more "
-            f"than the {limit / 1e9:.3g} GB of activation_gb: raise accumulate, or lower data.batch_size"
+            f"activations of {batch_size} images take {min(kept) / 1e9:.3g} GB even if every block is computed twice, "
+            f"more than the {limit / 1e9:.3g} GB of activation_gb: raise accumulate, or lower data.batch_size"
         )
+    chosen = order[:enough]
     for index in sorted(chosen, key=lambda index: -work[index]):  # the last may have made an earlier one needless
         rest = [other for other in chosen if other != index]
         if activation_memory(config, batch_size, item, rest) <= limit:

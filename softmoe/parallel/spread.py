@@ -88,8 +88,9 @@ def building(mesh: Mesh, **options: Any) -> Iterator[None]:
     """
 
     def on_meta(part: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        is_new = type(part) is Experts and parameter is not None and not is_spread(parameter)
-        return nn.Parameter(torch.empty_like(parameter, device="meta")) if is_new else None
+        if type(part) is not Experts or parameter is None or is_spread(parameter):
+            return None
+        return nn.Parameter(torch.empty_like(parameter, device="meta"))
 
     def keep_mine(layer: nn.Module, name: str, part: nn.Module | None) -> nn.Module | None:
         if isinstance(layer, MoE) and type(part) is Experts:
@@ -98,7 +99,8 @@ def building(mesh: Mesh, **options: Any) -> Iterator[None]:
                 mesh.sizes.check_experts(part.num_experts, part.dim, part.hidden_dim)
             drawn = draw_part(part, lambda shape: part_of_experts(shape, mesh))
             if isinstance(layer, ExpertsBeside):  # which made the others zero
-                torch._foreach_zero_([drawn["w2"], drawn["b2"]])
+                drawn["w2"].zero_()
+                drawn["b2"].zero_()
             part = OwnedExperts(part, mesh.experts["expert"]) if owns else part
             object.__setattr__(part, "drawn", drawn)
             return part
