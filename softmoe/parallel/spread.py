@@ -140,7 +140,7 @@ def part_of_experts(shape: torch.Size, mesh: Mesh) -> tuple[slice, ...]:
 def _fill_experts(block: Block, mesh: Mesh) -> None:
     """Give experts that are spread on the meta device memory for their part, and what was drawn for it."""
     place = mesh.rest.device_type
-    block._apply(lambda tensor: torch.empty_like(tensor, device=place) if tensor.is_meta else tensor)
+    block._apply(lambda tensor: torch.empty_like(tensor, device=place) if tensor.device.type == "meta" else tensor)
     for layer in moe_layers(block):
         for name, values in layer.experts.__dict__.pop("drawn", {}).items():
             local(getattr(layer.experts, name)).copy_(values)
