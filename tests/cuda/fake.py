@@ -144,8 +144,6 @@ def stand_ins(waits: list[str]) -> dict[str, Any]:
     return {
         # of a parameter that stays as it is: fake ones cannot be swapped
         "torch.utils.swap_tensors": lambda one, other: None if one.device == other.device else swap(one, other),
-            None if one is other else swap(one, other)
-        ),  # fails for fake ones
         "torch.nn.init.trunc_normal_": lambda weight, **_: weight,  # draws until it reads that all fit
         "torch.nn.Module.to": moved,
         "torch.Tensor.record_stream": lambda tensor, stream: None,
