@@ -51,11 +51,11 @@ SPARSE = (
 )
 NOTES = (
     ("largest dispatch, largest combine", "largest weight of a slot (of a token), mean over slots (tokens) and images"),
-    ("tokens per slot, slots per token", "effective number: exp of the entropy of the weights"),
+    ("tokens per slot, slots per token", "over how many the weight is spread: exp of its entropy"),
     ("tokens for 90 %", "how many tokens make 90 % of a slot's weight, mean over slots and images"),
     ("tokens above 2, up to 0.25", "tokens whose dispatch weights, summed over all slots, are so large or small"),
     ("expert max/min", "mean combine weight of the most important expert over that of the least important one"),
-    ("dropped", "tokens that no expert takes"),
+    ("dropped", "sparse routers: tokens that no expert takes"),
 )
 
 

@@ -76,6 +76,14 @@ def test_the_picture_has_a_cell_for_each_pair():
         assert len(re.findall(f"<text[^>]*>{name}</text>", svg)) == 2
 
 
+def test_numbers_can_be_read_on_deep_cells():
+    """White on a cell that is deeper than half, the text's own color on the others."""
+    found = re.findall(r'fill-opacity="([\d.]+)"/><text[^>]*fill="([^"]+)"', confusion_picture(report()))
+    assert len(found) == 4
+    assert {color for _, color in found} == {"#fff", "currentColor"}
+    assert all((color == "#fff") == (float(depth) > 0.56) for depth, color in found)
+
+
 def test_of_many_classes_the_most_mistaken_are_drawn():
     """A thousand classes would be a gray square: the picture has those that are mistaken most."""
     names = [f"c{i}" for i in range(100)]
