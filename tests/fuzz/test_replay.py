@@ -14,7 +14,9 @@ TOOLS = Path(__file__).parents[2] / "tools"
 sys.path.insert(0, str(TOOLS))
 
 import fuzz  # noqa: E402
-import fuzz_sets  # noqa: E402
+from fuzzing.cases import Case  # noqa: E402
+from fuzzing.planted import KINDS, PLANTED, planted_make  # noqa: E402
+from fuzzing.sets import SETS  # noqa: E402
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the fuzzer measures memory as Linux tells it")
 
@@ -32,8 +34,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the fuzzer meas
 )
 def test_outcomes_are_told_apart(kind, expected):
     """A planted defect of each kind is seen as that kind."""
-    case = fuzz_sets.Case({"x": b""}, {"kind": kind})
-    assert fuzz.attempt(fuzz_sets.PLANTED, case, None).kind == expected
+    case = Case({"x": b""}, {"kind": kind})
+    assert fuzz.attempt(PLANTED, case, None).kind == expected
 
 
 def test_crashes_and_hangs_are_survived(tmp_path):
@@ -48,7 +50,7 @@ def test_crashes_and_hangs_are_survived(tmp_path):
     assert run("--inputs", "8") == 1
     facts = json.loads((tmp_path / "progress.json").read_text())
     assert facts["done"] == {"planted": 8}
-    kinds = [fuzz_sets.planted_make(fuzz.generator(3, "planted", i), fuzz_sets.KINDS).call["kind"] for i in range(8)]
+    kinds = [planted_make(fuzz.generator(3, "planted", i), KINDS).call["kind"] for i in range(8)]
     assert {"crash", "hang"} <= set(kinds)
     for kind in ("crash", "hang", "right", "wrong", "sentence"):
         assert facts["counts"]["planted"].get(kind, 0) == kinds.count(kind)
@@ -61,10 +63,10 @@ def test_crashes_and_hangs_are_survived(tmp_path):
 @pytest.mark.parametrize("name", ["images", "archives", "weights"])
 def test_inputs_are_functions_of_seed_and_number(name, tmp_path):
     """The same number gives the same input, another one another."""
-    tried = fuzz_sets.SETS[name]
+    tried = SETS[name]
     prepared = tried.prepare(tmp_path)
 
-    def make(index: int) -> fuzz_sets.Case:
+    def make(index: int) -> Case:
         return tried.make(fuzz.generator(5, name, index), prepared)
 
     assert make(3) == make(3)
@@ -112,5 +114,5 @@ PAST = {
 def test_past_failures(name):
     """What crashed, hung or filled the memory once is one clear sentence now."""
     kind, files, call = PAST[name]
-    outcome = fuzz.attempt(fuzz_sets.SETS[kind], fuzz_sets.Case(files, call), None)
+    outcome = fuzz.attempt(SETS[kind], Case(files, call), None)
     assert outcome.kind == "sentence", outcome
