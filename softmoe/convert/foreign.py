@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from softmoe.convert.timm import from_timm, read_tensors
+from softmoe.convert.timm import from_timm, read_safetensors, read_tensors
 from softmoe.convert.vit import from_vit
 from softmoe.models import VisionTransformer, ViTConfig
 from softmoe.models.conventions import POOLS
@@ -68,10 +68,8 @@ def open_foreign(where: str | Path, **options: Any) -> Foreign | None:
     folder = place if place.is_dir() else place.parent
     has_settings = place.is_dir() or place.name.startswith(("model", "open_clip"))
     told, files = read_settings(folder) if has_settings else ({}, [])
-    tensors: dict[str, Any] = {}
-    files = files if place.is_dir() else [place]
-    for file in files:
-        tensors |= read_tensors(file)
+    files = files if place.is_dir() else [place.name]
+    tensors = read_safetensors(folder, files) if place.is_dir() else read_tensors(place)
     if any(not name.isprintable() or len(name) > 300 for name in tensors):
         raise ValueError(f"{place} is damaged: it has an array whose name is no text")
     ratio, crop = told.pop("central_ratio", None), told.pop("crop", "central")
@@ -88,7 +86,8 @@ def open_foreign(where: str | Path, **options: Any) -> Foreign | None:
     shape = seen if seen is not None and "image_size" not in options else model.config.image_shape
     preprocessing = Preprocessing(shape, crop, ratio or Preprocessing.central_ratio)
     known = classes if classes and len(classes) == model.config.num_classes else None
-    facts = {with_options(file.name, options): FileFacts(file.stat().st_size, sha256(file)) for file in files}
+    paths = [folder / name for name in files]
+    facts = {with_options(path.name, options): FileFacts(path.stat().st_size, sha256(path)) for path in paths}
     return Foreign(place, model.config, preprocessing, known, facts, model=model.eval())
 
 
@@ -180,8 +179,8 @@ def is_foreign(folder: Path) -> bool:
     )
 
 
-def read_settings(folder: Path) -> tuple[dict[str, Any], list[Path]]:
-    """Read the folder's config as arguments of `from_timm`, and find the files of its weights."""
+def read_settings(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Read the folder's config as arguments of `from_timm`, and find the names of the files of its weights."""
     plain = folder / "model.safetensors"
     open_clip = folder / "open_clip_config.json"
     path = open_clip if open_clip.is_file() and not plain.is_file() else folder / "config.json"
@@ -195,7 +194,7 @@ def read_settings(folder: Path) -> tuple[dict[str, Any], list[Path]]:
             told = from_timm_config(config) if "architecture" in config else from_hugging_face(config, folder)
     except (AttributeError, KeyError, IndexError, TypeError) as error:
         raise ValueError(f"{path} does not describe a vision transformer: {first_line(error)}") from error
-    files = [plain] if plain.is_file() else sorted(folder.glob("*.safetensors"))
+    files = [plain.name] if plain.is_file() else sorted(path.name for path in folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{folder} has no safetensors file, and pickles are not opened: save the model as safetensors")
     return told, files

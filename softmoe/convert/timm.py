@@ -13,15 +13,13 @@ Letters: D width.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from softmoe.convert.names import IN_PLACE, Tensors, rename_to_timm
@@ -30,6 +28,7 @@ from softmoe.convert.vmoe import as_tensor, read_npz
 from softmoe.models import VisionTransformer, ViTConfig
 from softmoe.models.conventions import POOLS
 from softmoe.models.embed import SinCosPositions
+from softmoe.storage.weights import WeightFiles
 
 HEAD_WIDTH = 64  # of nearly all vision transformers; packed weights do not tell it
 HEADS = {1152: 16, 1280: 16, 1408: 16, 1664: 16, 1792: 16}  # the exceptions: so400m, H, g, G and E of all libraries
@@ -175,10 +174,13 @@ def to_timm(model: VisionTransformer) -> tuple[Tensors, dict[str, Any]]:
 def read_tensors(path: str | PathLike[str]) -> Mapping[str, Any]:
     if Path(path).suffix == ".npz":
         return read_npz(path)
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a safetensors file: {error}") from error
+    return read_safetensors(Path(path).parent, [Path(path).name])
+
+
+def read_safetensors(folder: Path, files: Iterable[str]) -> Tensors:
+    """The tensors of one or several files. ValueError if one of them is in two."""
+    with WeightFiles(folder, files) as weights:
+        return {name: weights.tensor(name) for name in weights.names}
 
 
 def refuse_unknown(source: Tensors) -> None:
@@ -298,8 +300,8 @@ def fold_pixels(state: Tensors, mean: float | Sequence[float], std: float | Sequ
         if not isinstance(value, int | float) and len(value) not in (1, 3):
             raise ValueError(f"{name} is one number, or three for red, green and blue, got {len(value)}")
     mean_3, std_3 = (torch.as_tensor(value, dtype=torch.float64).expand(3) for value in (mean, std))
-    if bool((std_3 <= 0).any()):
-        raise ValueError(f"std must be above 0, got {std}")
+    if not bool((mean_3.isfinite() & std_3.isfinite() & (std_3 > 0)).all()):
+        raise ValueError(f"mean and std must be finite numbers and std above 0, got {mean} and {std}")
     if bool((mean_3 == 0.5).all()) and bool((std_3 == 0.5).all()):
         return
     exact = weight.to(torch.float64)

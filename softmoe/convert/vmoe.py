@@ -57,7 +57,7 @@ def from_vmoe(arrays: Mapping[str, Any] | str | PathLike[str], module: nn.Module
     for name, source in sources.items():
         if source.shape != targets[name].shape:
             faults.append(f"{name} has shape {source.shape}, expected {tuple(targets[name].shape)}")
-        elif not is_bfloat16(source) and source.dtype.kind not in "fiu":
+        elif not is_bfloat16(source) and (source.dtype.kind not in "fiu" or source.dtype.itemsize > 8):
             faults.append(f"{name} has dtype {source.dtype}, expected numbers")
         elif not bool(as_tensor(source).isfinite().all()):
             faults.append(f"{name} is not finite")

@@ -18,10 +18,11 @@ import warnings
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from softmoe.data.files import ByteReader
 from softmoe.data.source import MinSide
+from softmoe.storage.files import printable
 
 try:
     import simplejpeg
@@ -36,15 +37,28 @@ MAX_SCANS = (
     100  # of a progressive JPEG, each a pass over all of it: encoders make about ten, by hand one may make thirty
 )
 MAX_SCANNED = 20 * MAX_PIXELS  # pixels times scans
+MAX_COMMENTS = 100
+MAX_TABLE = 300_000  # numbers in a table of a TIFF: 65,535 strips of four colors are fewer
 
 _ORIENTATION = 0x0112  # the EXIF tag
 _SIDEWAYS = (5, 6, 7, 8)  # its values that exchange height and width
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 _TILE_WIDTH, _TILE_HEIGHT = 322, 323  # TIFF tags
+_BYTES = (1, 2, 7)  # TIFF types whose values stay bytes
 _MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd7\xff])")  # of a JPEG segment: neither data, filling nor a restart
 _NO_LENGTH = frozenset([*range(2, 0xC0), 0xD8])
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0 to SOF15
 _PROGRESSIVE = frozenset([0xC2, 0xC6, 0xCA, 0xCE])
 _SCAN, _END = 0xDA, 0xD9
+_COMMENTS = {b"\xff\xd8": b"Exif\0\0", b"P1": b"#", b"P2": b"#", b"P3": b"#"}  # how they begin, by the file's beginning
 
 
 class BrokenImage(ValueError):
@@ -55,15 +69,15 @@ class BrokenImage(ValueError):
         self.name, self.reason = name, reason
 
     def __str__(self) -> str:
-        return f"The image {self.name} cannot be read: {self.reason}."
+        return f"The image {printable(self.name)} cannot be read: {self.reason}."
 
 
 class _Refused(Exception):
     """A reason in our own words."""
 
 
-def read_image_file(path: Path, name: str) -> bytes:
-    """The bytes of a regular file of at most `MAX_BYTES`; BrokenImage for anything else, and for pipes at once."""
+def read_image_file(path: Path, name: str, most: int = MAX_BYTES) -> bytes:
+    """The bytes of a regular file of at most `most` bytes; BrokenImage for anything else, and for pipes at once."""
     try:
         flags = [getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY")]
         handle = os.open(path, os.O_RDONLY | sum(flags))
@@ -71,9 +85,9 @@ def read_image_file(path: Path, name: str) -> bytes:
             facts = os.fstat(handle)
             if not stat.S_ISREG(facts.st_mode):
                 raise BrokenImage(name, "it is not a regular file")
-            if facts.st_size > MAX_BYTES:
-                raise BrokenImage(name, f"the file is larger than {MAX_BYTES:,} bytes")
-            return file.read(MAX_BYTES)
+            if facts.st_size > most:
+                raise BrokenImage(name, f"the file is larger than {most:,} bytes")
+            return file.read(most)
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
         if isinstance(error, BrokenImage):
             raise
@@ -159,6 +173,28 @@ def _check_jpeg(data: bytes, max_pixels: int) -> None:
         place += max(2, int.from_bytes(data[place : place + 2]))
 
 
+def _check_comments(data: bytes) -> None:
+    """For each of them Pillow copies those before it."""
+    if data[:2] in _COMMENTS and data.count(_COMMENTS[data[:2]]) > MAX_COMMENTS:
+        raise _Refused(f"it has more than {MAX_COMMENTS} comments")
+
+
+def _check_tables(data: bytes) -> None:
+    """Lengths of the tables of a TIFF's first picture: Pillow makes an object of each number, and of each strip."""
+    order, wide = ("little" if data[:2] == b"II" else "big"), data[2:4] in (b"+\0", b"\0+")
+
+    def number(place: int, size: int) -> int:
+        return int.from_bytes(data[place : place + size], order)
+
+    word, entry = (8, 20) if wide else (4, 12)
+    start = number(word, word)
+    first = start + (8 if wide else 2)
+    count = min(number(start, first - start), 1 << 16)  # tables: there are no more tags
+    for place in range(first, first + entry * count, entry):
+        if count == 1 << 16 or (number(place + 2, 2) not in _BYTES and number(place + 4, word) > MAX_TABLE):
+            raise _Refused("one of its tables is too long")
+
+
 def _decode_simplejpeg(data: bytes, min_side: MinSide, max_pixels: int) -> np.ndarray | None:
     """Return None where Pillow must do it: CMYK colors."""
     assert simplejpeg is not None
@@ -176,6 +212,9 @@ def _decode_simplejpeg(data: bytes, min_side: MinSide, max_pixels: int) -> np.nd
 
 
 def _decode_pillow(data: bytes, min_side: MinSide, max_pixels: int) -> np.ndarray:
+    _check_comments(data)
+    if data[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
+        _check_tables(data)
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         _check_size(*image.size, max_pixels)  # before anything asks for more than the header, as EXIF may
         if image.format == "TIFF":
@@ -185,8 +224,7 @@ def _decode_pillow(data: bytes, min_side: MinSide, max_pixels: int) -> np.ndarra
         side = _wanted_side(min_side, height, width)
         if side and image.format == "JPEG":
             image.draft(image.mode, (side, side))
-        upright = ImageOps.exif_transpose(image) if orientation != 1 else image
-        return to_rgb(upright)
+        return to_rgb(image.transpose(_TURNS[orientation]) if orientation in _TURNS else image)
 
 
 def _check_tiles(image: Image.Image, max_pixels: int) -> None:

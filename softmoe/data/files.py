@@ -22,6 +22,7 @@ from softmoe.machine import cache_folder
 
 _UNPACKED_BYTES, _UNPACKED_RATIO = 1_000_000_000, 200  # a .gz may unpack to the larger of so much and so many times it
 _HEADER_BYTES = 16_000_000  # of a tar: long names and the like
+MAX_TEXT = 16_000_000  # bytes of what is beside an image: captions, labels
 
 
 class Names:
@@ -52,11 +53,6 @@ def parse_json(text: str | bytes, where: str) -> Any:
         raise ValueError(f"{where} is not valid JSON: it is nested too deeply.") from error
     except ValueError as error:
         raise ValueError(f"{where} is not valid JSON: {error}.") from error
-
-
-def read_json(path: Path) -> Any:
-    """The value in a JSON file in UTF-8."""
-    return parse_json(path.read_bytes(), str(path))
 
 
 def file_size(path: str | Path) -> int:
@@ -170,6 +166,8 @@ def unpacked(path: Path) -> Path:
     a killed one leaves nothing that looks finished. Its name holds the size and time of the original: a
     changed file is a new copy.
     """
+    if file_size(path) < 0:
+        raise ValueError(f"The file {path} cannot be read: it is not a plain file.")
     if path.suffix not in (".gz", ".tgz"):
         return path
     status = path.stat()

@@ -16,14 +16,16 @@ import hashlib
 import json
 import logging
 import os
+import reprlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from softmoe.data.decode import BrokenImage, decode, read_image_file, read_member
-from softmoe.data.files import ByteReader, Names, file_size, parse_json, read_json, tar_members, unpacked
-from softmoe.data.source import Example, MinSide, Source, fingerprint, speakable
+from softmoe.data.files import MAX_TEXT, ByteReader, Names, file_size, parse_json, tar_members, unpacked
+from softmoe.data.source import Example, MinSide, Source, fingerprint
+from softmoe.storage.files import MAX_JSON_BYTES, check_names, read_json
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")
 _TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
@@ -100,7 +102,7 @@ def open_folder(path: str, split: str, *, val: str | None = None) -> FolderSourc
         part = "train"
     else:
         found = _checked_split(root, tree, split)
-    classes = list(speakable(sorted(tree.get("train", tree.get(part, found))), str(root)))
+    classes = list(check_names(sorted(tree.get("train", tree.get(part, found))), root))
     strangers = sorted(set(found) - set(classes))
     if strangers:
         raise ValueError(
@@ -181,16 +183,24 @@ def _checked_split(root: Path, tree: dict[str, dict[str, list]], split: str) -> 
 
 
 def _scan_split(folder: Path) -> dict[str, list[tuple[str, int, int]]]:
-    classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
-    return {c: sorted(_images_below(folder / c, "")) for c in classes}
+    classes = sorted(e.name for e in os.scandir(folder) if os.path.isdir(e.path) and not e.name.startswith("."))
+    return {c: sorted(_images_below(folder / c)) for c in classes}
 
 
-def _images_below(folder: Path, prefix: str) -> Iterator[tuple[str, int, int]]:
-    for entry in os.scandir(folder):
-        if entry.is_dir():
-            yield from _images_below(folder / entry.name, f"{prefix}{entry.name}/")
-        elif _is_image(entry.name):
-            yield prefix + entry.name, 0, file_size(entry.path)
+def _images_below(folder: Path) -> Iterator[tuple[str, int, int]]:
+    """Every image below, through links too. A folder is read once: links may lead in circles."""
+    waiting, seen = [""], set()
+    while waiting:
+        prefix = waiting.pop()
+        facts = os.stat(folder / prefix)
+        if (facts.st_dev, facts.st_ino) in seen:
+            continue
+        seen.add((facts.st_dev, facts.st_ino))
+        for entry in sorted(os.scandir(folder / prefix), key=lambda entry: entry.name, reverse=True):
+            if os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir():
+                waiting.append(f"{prefix}{entry.name}/")
+            elif _is_image(entry.name):
+                yield prefix + entry.name, 0, file_size(entry.path)
 
 
 def _is_image(name: str) -> bool:
@@ -205,7 +215,10 @@ def _read_titles(root: Path) -> dict[str, str]:
 def _checked_titles(titles: object, where: str) -> dict[str, str]:
     if not isinstance(titles, dict):
         raise ValueError(f'{where} must be an object of folder name to class name, {{"n01": "tench"}}.')
-    return dict(zip(titles, speakable(map(str, titles.values()), where), strict=True))
+    for name, title in titles.items():
+        if not isinstance(title, str | int):
+            raise ValueError(f"{where} must give {name!r} the name of a class, not {reprlib.repr(title)}.")
+    return dict(zip(titles, check_names(map(str, titles.values()), where), strict=True))
 
 
 def _scan_tar(tar: Path) -> tuple[dict[str, dict[str, list]], dict[str, str], Path]:
@@ -222,6 +235,8 @@ def _scan_tar(tar: Path) -> tuple[dict[str, dict[str, list]], dict[str, str], Pa
         name = full_name[skip:]
         if name == "classes.json":
             where = f"{tar}: classes.json"
+            if size > MAX_JSON_BYTES:
+                raise ValueError(f"{where} has {size:,} bytes, {MAX_JSON_BYTES:,} are the limit.")
             titles = _checked_titles(parse_json(ByteReader(tar).read(offset, size), where), where)
         split, _, rest = name.partition("/")
         class_name, _, file = rest.partition("/")
@@ -256,7 +271,7 @@ class PairsSource(Source):
     def _captions(self, index: int) -> tuple[str, ...]:
         path = self._path(index).with_suffix(".txt")
         try:
-            text = read_image_file(path, path.name)
+            text = read_image_file(path, path.name, MAX_TEXT)
         except BrokenImage:
             return ()
         return tuple(line.strip() for line in text.decode("utf-8", "replace").splitlines() if line.strip())

@@ -23,7 +23,7 @@ import numpy as np
 from softmoe.data.decode import MAX_PIXELS, BrokenImage, decode, read_image_file
 from softmoe.data.files import unpacked
 from softmoe.data.source import Example, MinSide, Source, count_classes, fingerprint, shortened
-from softmoe.storage.files import first_line
+from softmoe.storage.files import check_names, first_line
 
 _PREFIXES = {"val": ("t10k", "test", "val"), "test": ("t10k", "test")}
 _UNSIGNED_BYTE = 8  # the type code in the third byte of the file
@@ -225,7 +225,7 @@ def _class_names(rows: Any, label: str | None, kind: Any) -> list[str]:
         return []
     inner = getattr(kind, "feature", kind)
     if hasattr(inner, "names"):
-        return list(inner.names)
+        return list(check_names(map(str, inner.names), "this data set"))
     largest = max((max(_labels(value), default=-1) for value in rows[label]), default=-1)
     return [str(i) for i in range(count_classes(largest, len(rows)))]
 

@@ -193,17 +193,6 @@ def count_classes(largest: int, examples: int, stated: int = 0) -> int:
     return stated or largest + 1
 
 
-def speakable(names: Iterable[str], where: str) -> tuple[str, ...]:
-    """The names of classes, all of them UTF-8: others could not be written into a saved model at the end of a run."""
-    known = tuple(names)
-    for name in known:
-        try:
-            name.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"The class {name!a} of {where} has a name that is not UTF-8; rename it.") from error
-    return known
-
-
 def shortened(value: object) -> str:
     """At most forty characters of what a stranger's file says, for a message; not more than one line."""
     text = str(value) if not isinstance(value, int) or value.bit_length() < 200 else "of more than 60 digits"

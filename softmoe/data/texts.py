@@ -25,7 +25,7 @@ import torch
 from softmoe.data.decode import BrokenImage
 from softmoe.data.order import order
 from softmoe.data.source import Example, MinSide, Source, fingerprint
-from softmoe.storage.files import first_line
+from softmoe.storage.files import first_line, read_bytes
 
 _ENDS = ("</s>", "<|endoftext|>", "<eos>", "<|end|>", "[SEP]")  # names of the end token; the first that exists counts
 _LONGEST = 100  # characters per token beyond which a text is not read, since it would be truncated anyway
@@ -49,7 +49,7 @@ class Tokenizer:
         file = Path(path).expanduser()
         if not file.is_file():
             raise ValueError(f"there is no tokenizer file {file}; make one with `softmoe tokenizer train`")
-        return cls(file.name, file.read_bytes(), lower)
+        return cls(file.name, read_bytes(file), lower)
 
     @property
     def fingerprint(self) -> str:

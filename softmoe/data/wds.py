@@ -28,8 +28,9 @@ from pathlib import Path
 import numpy as np
 
 from softmoe.data.decode import BrokenImage, decode, read_member
-from softmoe.data.files import ByteReader, Names, fetched, parse_json, read_json, tar_members, unpacked
-from softmoe.data.source import Example, MinSide, Source, count_classes, fingerprint, positive_int, shortened, speakable
+from softmoe.data.files import MAX_TEXT, ByteReader, Names, fetched, parse_json, tar_members, unpacked
+from softmoe.data.source import Example, MinSide, Source, count_classes, fingerprint, positive_int, shortened
+from softmoe.storage.files import check_names, read_json
 
 _IMAGES = ("jpg", "jpeg", "png", "webp")
 _PARTS = (*_IMAGES, "cls", "json", "txt")
@@ -37,7 +38,6 @@ _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d{1,18})\.\.(\d{1,18})")
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.\-]*://")
 _MOST_SHARDS = 1_000_000
-_MOST_TEXT = 16_000_000  # bytes of a part that is not an image
 
 
 @dataclass
@@ -223,8 +223,8 @@ def _index(number: int, shard: Path, title: str) -> list[_Row]:
         if suffix in _IMAGES:
             row.image = (offset, size)
         else:
-            if size > _MOST_TEXT:
-                raise ValueError(f"The part {suffix} of {title}/{key} has {size} bytes; {_MOST_TEXT:,} are the limit.")
+            if size > MAX_TEXT:
+                raise ValueError(f"The part {suffix} of {title}/{key} has {size} bytes; {MAX_TEXT:,} are the limit.")
             row.parts[suffix] = (offset, size)
     reader = ByteReader(shard)
     kept = [row for row in rows.values() if row.image is not None]
@@ -289,4 +289,4 @@ def _class_names(file: Path | None, rows: list[_Row], stated: int) -> tuple[str,
         raise ValueError(f'{file} must be a list of class names or an object of them, {{"0": "tench"}}.')
     lookup = titles if isinstance(titles, dict) else {str(i): t for i, t in enumerate(titles)}
     names = [str(lookup.get(str(i), i)) for i in range(stated or max(count, len(titles)))]
-    return speakable(names, str(file))
+    return check_names(names, file)

@@ -176,8 +176,8 @@ def serve(service: Service, host: str, port: int, started: Callable[[str], None]
         service.close()
         raise ValueError(f"cannot listen at {host}, port {port}: {error}") from error
     server = Server(service)
-    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again when all is done: that is no news then
-        signal.signal(number, lambda *_: None)
+    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn takes them later, and raises them again when all is done
+        signal.signal(number, server.handle_exit)
     started(f"http://{host}:{listener.getsockname()[1]}")
     with listener:
         server.run(sockets=[listener])

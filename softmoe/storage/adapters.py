@@ -18,6 +18,7 @@ from torch import Tensor
 from softmoe.models import VisionTransformer
 from softmoe.models.embed import LearnedPositions
 from softmoe.storage import hub
+from softmoe.storage.files import first_line
 from softmoe.storage.saved import SavedModel, open_saved
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{24}")
@@ -64,15 +65,13 @@ def open_base(saved: SavedModel) -> SavedModel | None:
     if not _FINGERPRINT.fullmatch(facts["fingerprint"]):
         raise ValueError(f"{config} has no fingerprint of the base of these adapters")
     beside = saved.folder.resolve().parent / Path(facts["where"]).name
-    where: str | Path = facts["where"]
-    if not Path(where).is_dir() and beside.is_dir():
-        where = beside
     try:
+        where = beside if not Path(facts["where"]).is_dir() and beside.is_dir() else facts["where"]
         base = open_saved(where)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise ValueError(
-            f"{saved.folder} holds adapters, and their base {facts['where']} cannot be read ({error}); put it there, "
-            f"or beside them as {beside}"
+            f"{saved.folder} holds adapters, and their base {facts['where'][:300]} cannot be read "
+            f"({first_line(error)}); put it there, or beside them as {str(beside)[:300]}"
         ) from error
     if base.fingerprint != facts["fingerprint"] or "base" in base.provenance:
         raise ValueError(

@@ -12,6 +12,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import reprlib
 import shutil
 import stat
@@ -26,7 +27,9 @@ from typing import Any, BinaryIO, Literal, Union, get_args, get_origin, get_type
 
 PARTIAL = ".partial-"
 """Names of folders that are being written begin with this; what a kill leaves of them can be removed."""
-MAX_JSON_BYTES = 1 << 26
+MAX_JSON_BYTES = 16_000_000  # as Python values they may take thirty times as much
+MAX_BYTES = 64_000_000  # of any other file that is read whole: tokenizers
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # what moves a terminal's cursor, or is no UTF-8
 _LARGEST = sys.float_info.max  # neither NaN nor infinity is a setting
 _CANNOT_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS, errno.EISDIR, errno.EACCES, errno.EPERM)
 
@@ -191,17 +194,40 @@ def follow_link(link: Path) -> Path:
 def read_json(path: Path) -> Any:
     """Read a JSON file. ValueError, in one sentence, for anything that is not plain and unambiguous JSON."""
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError("it is not a plain file")
-        if status.st_size > MAX_JSON_BYTES:
-            raise ValueError(f"it has {status.st_size} bytes, and more than {MAX_JSON_BYTES} are not read")
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
+        text = read_bytes(path, MAX_JSON_BYTES).decode()
+    except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     return parse_json(text, path)
+
+
+def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
+    """Read a plain file of at most `most` bytes; ValueError for larger ones, and at once for pipes and devices."""
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{path} cannot be read: it is not a plain file")
+        if status.st_size > most:
+            raise ValueError(f"{path} cannot be read: it has {status.st_size:,} bytes, {most:,} are the limit")
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def check_names(names: Iterable[str], where: Any) -> tuple[str, ...]:
+    """Return the names of classes; ValueError for one that cannot be written into a saved model, or that would do
+    something to the terminal on which it is shown."""
+    known = tuple(names)
+    for name in known:
+        if _CONTROL.search(name):
+            raise ValueError(
+                f"The class {name!a} of {where} has a name that is not UTF-8 or holds control characters; rename it."
+            )
+    return known
+
+
+def printable(text: str) -> str:
+    """Return a stranger's text on one line, with escapes for what a terminal would not show."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def parse_json(text: str, where: Path) -> Any:

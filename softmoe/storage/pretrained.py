@@ -16,7 +16,16 @@ from softmoe.models.config import TwoTowerConfig
 from softmoe.models.two_tower import TwoTower
 from softmoe.models.vit import VisionTransformer
 from softmoe.storage.adapters import inherited, open_base
-from softmoe.storage.files import first_line, parse_json, read_json, whole_folder, write_bytes, write_json, write_text
+from softmoe.storage.files import (
+    check_names,
+    first_line,
+    parse_json,
+    read_json,
+    whole_folder,
+    write_bytes,
+    write_json,
+    write_text,
+)
 from softmoe.storage.hub import model_card
 from softmoe.storage.saved import (
     TOKENIZER_FILES,
@@ -104,7 +113,7 @@ def save_tensors(
         check_specs(construct(architecture), specs, f"{target} was not written", rest)
     if isinstance(preprocessing, Mapping):
         preprocessing = parse_preprocessing(preprocessing)
-    names = None if classes is None else tuple(map(str, classes))
+    names = None if classes is None else check_names(map(str, classes), target)
     if names is not None and len(names) != config.num_classes:
         raise ValueError(f"{len(names)} class names were given, but the model has {config.num_classes or 'no'} outputs")
     made = {"softmoe": __version__, "date": datetime.now(UTC).isoformat(timespec="seconds")}

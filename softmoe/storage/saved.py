@@ -10,6 +10,7 @@ A training checkpoint (runs/NAME/checkpoints/step_...) is read as well; its fact
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -19,8 +20,8 @@ from typing import Any, get_type_hints
 from softmoe.models.config import MoEConfig, TextConfig, TwoTowerConfig, ViTConfig, option_names, without_unused_options
 from softmoe.moe.routing import ROUTERS
 from softmoe.storage import hub
-from softmoe.storage.checkpoint import read_manifest
-from softmoe.storage.files import FileFacts, check_keys, convert, follow_link, read_json
+from softmoe.storage.checkpoint import check_file, read_manifest
+from softmoe.storage.files import FileFacts, check_keys, check_names, convert, follow_link, read_bytes, read_json
 from softmoe.storage.weights import parse_dtypes, parse_files
 
 MOST_SIDE = 1 << 14
@@ -158,7 +159,7 @@ def open_saved(where: str | Path, *, revision: str | None = None) -> SavedModel:
     Of a run: its exported model/ if there is one, else the best checkpoint, else the last. `demo`, where there is no
     folder of that name, is the small model that comes inside the package.
     """
-    path = follow_link(Path(where).expanduser())
+    path = follow_link(Path(os.path.expanduser(where)))
     if str(where) == "demo" and not path.exists():
         return read_saved(DEMO)
     if path.is_file():
@@ -235,6 +236,8 @@ def read_checkpoint_model(folder: Path) -> SavedModel:
     """Read a training checkpoint as a saved model: the averaged weights, which are evaluated, if the run keeps them."""
     try:
         step, files = read_manifest(folder)
+        for text in ("config.json", "state.json"):
+            check_file(folder / text, files[text])
         name = "ema.safetensors" if "ema.safetensors" in files else "model.safetensors"
         run = read_json(folder / "state.json")["config"]
         image, towers = split_architecture(parse_architecture(read_json(folder / "config.json")))
@@ -321,12 +324,7 @@ def read_tokenizer(folder: Path, values: Mapping[str, Any]) -> TokenizerFile:
         raise ValueError(f"{name!r} is not the name of a tokenizer")
     if type(values["lower"]) is not bool:
         raise ValueError(f"tokenizer.lower must be true or false, got {values['lower']!r}")
-    if not (folder / name).is_file():  # a pipe of that name would be waited for
-        raise ValueError(f"the tokenizer {name} cannot be read: there is no such file")
-    try:
-        found = TokenizerFile(name, (folder / name).read_bytes(), values["lower"])
-    except OSError as error:
-        raise ValueError(f"the tokenizer {name} cannot be read: {error.strerror or error}") from error
+    found = TokenizerFile(name, read_bytes(folder / name), values["lower"])
     if found.facts != FileFacts(values["bytes"], values["sha256"]):
         raise ValueError(f"the tokenizer {name} is not the one the model was saved with")
     return found
@@ -336,7 +334,7 @@ def tokenizer_of_run(run: Path, lower: bool) -> TokenizerFile:
     """Read the tokenizer that a training run keeps in its folder."""
     for name in TOKENIZER_FILES:
         if (run / name).is_file():
-            return TokenizerFile(name, (run / name).read_bytes(), lower)
+            return TokenizerFile(name, read_bytes(run / name), lower)
     raise ValueError(f"the run {run} has lost its tokenizer ({' or '.join(TOKENIZER_FILES)})")
 
 
@@ -347,4 +345,4 @@ def parse_classes(values: list[str] | None, outputs: int | None) -> tuple[str, .
         raise ValueError("classes must be a list of names, or null")
     if len(values) != outputs:
         raise ValueError(f"it names {len(values)} classes, but the model has {outputs or 'no'} outputs")
-    return tuple(values)
+    return check_names(values, "this model")

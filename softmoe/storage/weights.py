@@ -21,6 +21,8 @@ from torch import Tensor
 from softmoe.storage.files import FileFacts, check_keys, first_line, sha256, write_json
 
 SHARD_BYTES = 4 * 10**9
+HEADER_BYTES = 16_000_000
+"""The largest header of a safetensors file that is read; it takes ten times as much memory. Models have some 100 KB."""
 ALIGNMENT = 64
 """In bytes. Matrix products at other addresses are slower and differ in their last bits from those before saving. So
 files begin with the tensors that fill whole multiples; the few others (scalars, small biases) are copied on loading."""
@@ -214,6 +216,16 @@ def refuse_pickle(path: Path) -> None:
         )
 
 
+def check_header(path: Path) -> None:
+    """OSError for what cannot be a safetensors file: a pipe, which would be waited for, or a header without bounds."""
+    if not path.is_file():
+        raise OSError("it is not a plain file")
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+    if size > HEADER_BYTES:
+        raise OSError(f"its header has {size:,} bytes, {HEADER_BYTES:,} are the limit")
+
+
 class WeightFiles:
     """The tensors of weight files by name, mapped into memory; they stay valid after the files are closed."""
 
@@ -224,6 +236,7 @@ class WeightFiles:
         self.metadata: dict[str, str] = {}
         for file in files:
             try:
+                check_header(folder / file)
                 handle = self._stack.enter_context(safe_open(folder / file, framework="pt", device="cpu"))
                 names, metadata = handle.keys(), handle.metadata()
             except (SafetensorError, OSError) as error:

@@ -16,6 +16,7 @@ import torch
 from softmoe.storage.files import sync_file, write_text
 from softmoe.train.config import TrainConfig
 
+_LONGEST_LINE = 1_000_000  # bytes; a line of zeros may have gigabytes
 _SIDE = {"cpu": 1024}  # of the matrices by which a device's peak is measured; 8192 elsewhere
 
 
@@ -87,15 +88,16 @@ def scan_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
     A last line without its newline is being written, or was cut short by a kill: it is neither returned nor counted.
     """
     rows, damaged = [], 0
-    for line in path.read_text(errors="replace").splitlines(keepends=True):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(row)
-        elif line.endswith("\n"):
-            damaged += 1
+    with path.open("rb") as file:
+        while line := file.readline(_LONGEST_LINE):
+            try:
+                row = json.loads(line.decode(errors="replace"))
+            except (ValueError, RecursionError):
+                row = None
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                rows.append(row)
+            elif line.endswith(b"\n"):
+                damaged += 1
     return rows, damaged
 
 

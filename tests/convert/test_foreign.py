@@ -1,6 +1,7 @@
 """Files and folders of other people's models: what is written beside the weights is read, the rest is asked for."""
 
 import json
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -163,3 +164,19 @@ def test_ours_are_not_foreign(tmp_path: Path):
     assert read_model(tmp_path / "ours").config == found.model.config
     with pytest.raises(ValueError, match="heads can be given for files of others' weights only"):
         read_model(tmp_path / "ours", heads=2)
+
+
+@pytest.mark.timeout(300)
+def test_hostile_folders(tmp_path: Path):
+    """A tensor in two files, a pipe for weights, and pixels without finite mean and deviation are refused."""
+    twice = write(tmp_path / "twice", Timm(), "model-00001-of-00002.safetensors", config=TIMM)
+    write(twice, Timm(), "model-00002-of-00002.safetensors")
+    pipe = write(tmp_path / "pipe", Timm(), config=TIMM)
+    (pipe / "model.safetensors").unlink()
+    os.mkfifo(pipe / "model.safetensors")
+    endless = TIMM["pretrained_cfg"] | {"std": [0.5, 0.5, float("inf")]}
+    write(tmp_path / "pixels", Timm(), config=TIMM | {"pretrained_cfg": endless})
+    for name, words in {"twice": "is in two files", "pipe": "not a plain file", "pixels": "finite numbers"}.items():
+        with pytest.raises(ValueError, match=words) as error:
+            read_model(tmp_path / name)
+        assert "\n" not in str(error.value)

@@ -1,10 +1,12 @@
 """Archives, labels and names made to hurt: bounded work, and one sentence that names the file."""
 
 import gzip
+import inspect
 import io
 import json
 import os
 import struct
+import sys
 import tarfile
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from softmoe.data import BrokenImage, TransformConfig, open_source
 from softmoe.data.files import parse_json, tar_members, unpacked
 from softmoe.data.source import MAX_CLASSES
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 def refused(call, *words: str) -> None:
@@ -214,3 +216,77 @@ def test_a_tar_within_memory(tmp_path):
     found = list(tar_members(path))
     assert [name for name, _, _ in found] == ["a" * 150, "b"]
     assert all(out.getvalue()[offset : offset + size] == b"abc" for _, offset, size in found)
+
+
+def test_links_that_lead_in_circles(tmp_path, encoded, picture):
+    """Links back to a folder above, and folders that link to two others each in forty steps, end; every image counts
+    once. A link to itself is no folder."""
+    top = tmp_path / "set" / "train" / "a"
+    top.mkdir(parents=True)
+    (top / "0.jpg").write_bytes(encoded(picture(8, 8), "JPEG"))
+    for name in ("x", "y"):
+        (top / name).symlink_to(".")
+    (top / "itself").symlink_to("itself")
+    for level in range(40):
+        (tmp_path / f"{level}").mkdir()
+        for name in ("l", "r"):
+            (tmp_path / f"{level}" / name).symlink_to(tmp_path / f"{level + 1}")
+    (tmp_path / "40").mkdir()
+    (tmp_path / "40" / "deep.jpg").write_bytes(encoded(picture(8, 8), "JPEG"))
+    (top / "many").symlink_to(tmp_path / "0")
+    source = open_source(f"folder:{tmp_path}/set", "train")
+    assert [source.read(i).name.rsplit("/", 1)[-1] for i in range(len(source))] == ["0.jpg", "deep.jpg"]
+
+
+def test_folders_within_folders(tmp_path, encoded, picture):
+    """Folders within folders are walked without a call for each: there may be more than Python allows calls."""
+    deep = tmp_path.joinpath("set", "train", "a", *["b"] * 300)
+    deep.mkdir(parents=True)
+    (deep / "0.jpg").write_bytes(encoded(picture(8, 8), "JPEG"))
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack()) + 150)
+    try:
+        assert len(open_source(f"folder:{tmp_path}/set", "train")) == 1
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+@pytest.mark.parametrize("titles", ['{"a": {"x": 1}}', '{"a": null}', '{"a": "x", "a": "y"}', '{"a": "\\u001b[2J"}'])
+def test_class_names_that_are_none(titles, tmp_path, encoded, picture):
+    """A classes.json must give names: no tables, nothing twice, nothing that moves a terminal's cursor."""
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    (tmp_path / "train" / "a" / "0.jpg").write_bytes(encoded(picture(8, 8), "JPEG"))
+    (tmp_path / "classes.json").write_text(titles)
+    refused(lambda: open_source(f"folder:{tmp_path}", "train"), "classes.json")
+
+
+def test_texts_beside_images_are_bounded(tmp_path, encoded, picture):
+    """Captions of a gigabyte are none, and a classes.json of a gigabyte is refused, in a folder and in a tar."""
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    (tmp_path / "train" / "a" / "0.jpg").write_bytes(encoded(picture(8, 8), "JPEG"))
+    for name in ("train/a/0.txt", "classes.json"):
+        (tmp_path / name).touch()
+        os.truncate(tmp_path / name, 1 << 30)
+    assert open_source(f"pairs:{tmp_path}", "train").read(0).captions == ()
+    refused(lambda: open_source(f"folder:{tmp_path}", "train"), "classes.json", "are the limit")
+    tar = tmp_path / "x.tar"
+    tar.write_bytes(header("classes.json", 1 << 30))
+    os.truncate(tar, (1 << 30) + 4096)
+    refused(lambda: open_source(f"folder:{tar}", "train"), "classes.json", "are the limit")
+
+
+def test_names_of_broken_images_are_one_line(tmp_path):
+    """The name of a file that cannot be read is shown without what would move the cursor."""
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    (tmp_path / "train" / "a" / "x\n\x1b[2J.jpg").write_bytes(b"no image")
+    source = open_source(f"folder:{tmp_path}", "train")
+    refused(lambda: source.read(0), "x\\n\\x1b[2J.jpg")
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_archives_that_are_pipes(ending, tmp_path):
+    """A pipe with the name of a shard or of an idx file is not waited for."""
+    for name in ("t.tar", "train-images-idx3-ubyte", "train-labels-idx1-ubyte"):
+        os.mkfifo(tmp_path / f"{name}{ending}")
+    for uri in (f"wds:{tmp_path}/*.tar{ending}", f"idx:{tmp_path}"):
+        refused(lambda uri=uri: open_source(uri, "train"), "not a plain file")

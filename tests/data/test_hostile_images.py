@@ -233,3 +233,43 @@ def test_limits_hold_for_images_in_memory(encoded, picture):
     buffer = io.BytesIO()
     Image.new("1", (60000, 60000)).save(buffer, "PNG")
     refused(buffer.getvalue(), "too many pixels")
+
+
+def test_comments_are_few(encoded, picture):
+    """A file of thousands of comments, for each of which Pillow copies what it has read so far, is refused; some are
+    fine."""
+    photo, line = encoded(picture(1, 8, 8), "JPEG"), b"P3 1 1 255\n"
+    exif = b"\xff\xe1\0\x08Exif\0\0"
+    for many, few in (
+        (photo[:2] + 200 * exif + photo[2:], photo[:2] + 3 * exif + photo[2:]),
+        (line + 200 * b"#\n" + b"1 2 3", line + 3 * b"#\n" + b"1 2 3"),
+    ):
+        assert decode(few, "few").shape[2] == 3
+        with pytest.raises(BrokenImage, match="more than 100 comments"):
+            decode(many, "many")
+
+
+@pytest.mark.parametrize(("order", "wide"), [("<", False), (">", False), ("<", True)])
+def test_long_tables_of_tiff(order, wide):
+    """A TIFF that says where a million strips are, for which Pillow would make a million objects, is refused at once;
+    one of as many rows as it has strips is read."""
+
+    def tiff(strips: int) -> bytes:
+        word, size, start = ("Q", 8, 16) if wide else ("I", 4, 8)
+        facts = {256: 1, 257: 100, 258: 8, 259: 1, 262: 1, 277: 1, 278: 1}
+        end = start + (8 if wide else 2) + (9 * (20 if wide else 12)) + size
+        tables = {273: (strips, end), 279: (strips, end + size * strips)}
+        if wide:
+            head = struct.pack("<2sHHHQQ", b"II", 43, 8, 0, start, 9)
+        else:
+            head = struct.pack(order + "2sHIH", b"II" if order == "<" else b"MM", 42, start, 9)
+        kind = 16 if wide else 4
+        entries = {tag: (1, value) for tag, value in facts.items()} | tables
+        body = b"".join(struct.pack(f"{order}HH{word}{word}", t, kind, *entries[t]) for t in sorted(entries))
+        offsets = struct.pack(f"{order}{strips}{word}", *[8] * strips) + struct.pack(
+            f"{order}{strips}{word}", *[1] * strips
+        )
+        return head + body + bytes(size) + offsets
+
+    assert decode(tiff(100), "x").shape == (100, 1, 3)
+    refused(tiff(1_000_000), "tables is too long")

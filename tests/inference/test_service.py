@@ -208,3 +208,20 @@ def test_limits(wrong):
     """Limits that make no sense are refused."""
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Limits(**wrong)
+
+
+EARLY = """
+import os, signal, sys
+from softmoe.data.decoders import Decoders
+from softmoe.inference.service import Service
+from softmoe.inference.serving import serve
+
+serve(Service(Decoders(eval), list, {}), "127.0.0.1", 0, lambda _: os.kill(os.getpid(), getattr(signal, sys.argv[1])))
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_told_to_end_at_once(name):
+    """A signal that comes before the first connection could be taken ends the service as any other does."""
+    environment = os.environ | {"PYTHONPATH": str(Path(softmoe.__file__).parents[1])}
+    assert subprocess.run([sys.executable, "-c", EARLY, name], env=environment, timeout=100).returncode == 0
