@@ -49,13 +49,13 @@ def archive_seeds(_: Path) -> list[Case]:
     found += [
         Case({"train.tar": packed_tar(long, tarfile.PAX_FORMAT), "classes.json": b'["ant", "bee"]'}, {"uri": uri})
     ]
-    found += [Case({"train.tar.gz": gzip.compress(packed_tar(labelled))}, {"uri": uri + ".gz"})]
+    found += [Case({"train.tar.gz": gzip.compress(packed_tar(labelled), mtime=0)}, {"uri": uri + ".gz"})]
     found += [
         Case({"x.tar": packed_tar(tree)}, {"uri": "folder:{folder}/x.tar"}),
         Case(tree, {"uri": "folder:{folder}"}),
     ]
     found += [Case(idx, {"uri": "idx:{folder}"}), Case(pairs, {"uri": "pairs:{folder}"})]
-    found += [Case({f"{n}.gz": gzip.compress(d) for n, d in idx.items()}, {"uri": "idx:{folder}"})]
+    found += [Case({f"{n}.gz": gzip.compress(d, mtime=0) for n, d in idx.items()}, {"uri": "idx:{folder}"})]
     return found
 
 
@@ -64,7 +64,7 @@ def archive_make(rng: random.Random, seeds: list[Case]) -> Case:
     name = rng.choice(list(seed.files))
     data = seed.files[name]
     if name.endswith(".gz") and rng.random() < 0.7:  # damage under the compression
-        return Case(seed.files | {name: gzip.compress(mutate_bytes(rng, gzip.decompress(data)), 1)}, seed.call)
+        return Case(seed.files | {name: gzip.compress(mutate_bytes(rng, gzip.decompress(data)), 1, mtime=0)}, seed.call)
     if name.endswith(".tar") and rng.random() < 0.7:  # a damaged header whose checksum is right
         block = bytearray(data)
         at = 512 * rng.randrange(len(data) // 512)

@@ -51,7 +51,7 @@ tokenizer show tokenizer.json star --length 4
 cost soft_s16_128e --image-size 224
 cost vit_b16 --json
 plan soft_s16_128e --devices 8
-report run --output out.html
+report run --out out.html
 doctor model
 soup model model --out soup
 upcycle dense --experts 2 --out up
