@@ -1,5 +1,9 @@
 """The experts' batched products by experts.cpp, where each expert sees few rows and reading weights takes the time.
 
+The case: 40 experts of 384 x 1536, one thread of a processor with AVX2; GFLOP/s of x w, x w^T and the weights' gradient
+in turns with torch's: 8 rows 38, 34, 41 to 20, 25, 25; 16 rows 63, 65, 56 to 39, 45, 41; 32 rows (first two) 60, 58
+to 51, 50; 64 rows 68, 70 to 61, 64.
+
 Letters: N experts, S rows per expert, I and O numbers in and out. A weight is (N, I, O), or (N, O, I) if transposed.
 
 Gradients of weights are written where they are wanted, into memory that was used before (see buffers.py).
@@ -37,7 +41,9 @@ except ImportError:  # that technique was taken away
 
 
 MAX_ROWS = 16
-"""With more rows, the usual products have enough to do while they read."""
+"""With more rows, torch's gradient of the weights is the faster one."""
+MAX_ROWS_FORWARD = 64
+"""With more rows, torch's products with the weights are as fast."""
 LARGE = 1 << 25
 """Bytes of all weights; smaller ones may stay in a cache."""
 
@@ -79,7 +85,7 @@ class CompiledExperts(Experts):
 @torch.library.custom_op("softmoe::batched_linear", mutates_args=(), device_types="cpu")
 def batched_linear(x_NSI: Tensor, w: Tensor, b_NO: Tensor, transposed: bool) -> Tensor:
     """x w + b, (N, S, O)."""
-    if kernel_supports(x_NSI, w, b_NO):
+    if kernel_supports(x_NSI, w, b_NO, rows=MAX_ROWS_FORWARD):
         return matmul_t(x_NSI, w, b_NO) if transposed else matmul(x_NSI, w, b_NO)
     return torch.baddbmm(b_NO.unsqueeze(1), x_NSI, w.transpose(1, 2) if transposed else w)
 
@@ -98,7 +104,7 @@ def _backward(ctx: Any, dy_NSO: Tensor) -> tuple[Tensor | None, ...]:
     x_NSI, w = ctx.saved_tensors
     needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
     plain = backward_is_plain(dy_NSO)  # a gradient that may itself be derived is not written into used memory
-    compiled = not plain and kernel_supports(x_NSI, w, dy_NSO)
+    compiled = not plain and kernel_supports(x_NSI, w, dy_NSO, rows=MAX_ROWS_FORWARD)
     dy_NSO = dy_NSO.contiguous() if compiled else dy_NSO
     left, right = (dy_NSO, x_NSI) if ctx.transposed else (x_NSI, dy_NSO)
     dx_NSI = dw = None
@@ -108,7 +114,7 @@ def _backward(ctx: Any, dy_NSO: Tensor) -> tuple[Tensor | None, ...]:
         else:
             dx_NSI = torch.bmm(dy_NSO, w if ctx.transposed else w.transpose(1, 2))
     if needs_w:
-        if compiled:
+        if compiled and x_NSI.shape[1] <= MAX_ROWS:
             dw = acquire(w)
             remember_squares(w, dw, outer(left, right, dw))
         else:
@@ -119,10 +125,10 @@ def _backward(ctx: Any, dy_NSO: Tensor) -> tuple[Tensor | None, ...]:
 batched_linear.register_autograd(_backward, setup_context=_save)
 
 
-def kernel_supports(x_NSK: Tensor, w: Tensor, *others: Tensor) -> bool:
-    """True for plain float32 tensors on a CPU, few rows, large weights."""
+def kernel_supports(x_NSK: Tensor, w: Tensor, *others: Tensor, rows: int = MAX_ROWS) -> bool:
+    """True for plain float32 tensors on a CPU, at most so many rows, large weights."""
     return (
-        x_NSK.shape[1] <= MAX_ROWS
+        x_NSK.shape[1] <= rows
         and w.nbytes >= LARGE
         and w.shape[2] % LANES == 0
         and plain_float32(x_NSK, w, *others)
@@ -161,19 +167,23 @@ def _outer(library: ctypes.CDLL, a: Tensor, b: Tensor, out: Tensor) -> float:
 
 
 def self_test(library: ctypes.CDLL) -> bool:
-    """Whole numbers, exact in every order of summation."""
-    x = torch.arange(2 * 5 * 6).remainder(7).view(2, 5, 6).float() - 3
-    w = torch.arange(2 * 6 * 32).remainder(11).view(2, 6, 32).float() - 5
-    y = _product(library.matmul, x, w, w[:, 0], 32)
-    back = _product(library.matmul_t, y, w, None, 6)
+    """Whole numbers, exact in every order of summation: few rows, then more, in several blocks and rests of them."""
+    return all(_self_test(library, S, P, Q) for S, P, Q in ((5, 6, 32), (13, 200, 304)))
+
+
+def _self_test(library: ctypes.CDLL, S: int, P: int, Q: int) -> bool:
+    x = torch.arange(2 * S * P).remainder(7).view(2, S, P).float() - 3
+    w = torch.arange(2 * P * Q).remainder(11).view(2, P, Q).float() - 5
+    y = _product(library.matmul, x, w, w[:, 0], Q)
+    back = _product(library.matmul_t, y, w, None, P)
     gradient = torch.empty_like(w)
-    squares = _outer(library, x, y, gradient)
+    squares = _outer(library, x, y.remainder(7), gradient)
     exact = x @ w + w[:, :1]
     return (
         torch.equal(y, exact)
         and torch.equal(back, exact @ w.transpose(1, 2))
-        and torch.equal(gradient, x.transpose(1, 2) @ exact)
-        and squares == gradient.square().sum().item()
+        and torch.equal(gradient, x.transpose(1, 2) @ exact.remainder(7))
+        and squares == gradient.double().square().sum().item()
     )
 
 

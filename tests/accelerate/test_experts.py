@@ -60,6 +60,27 @@ def test_output_and_gradients(N: int, S: int, P: int, vectors: int, transposed: 
 
 
 @needs_compiler
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("N", "S", "P", "Q"), [(1, 9, 1, 16), (2, 17, 70, 272), (3, 24, 193, 48), (1, 33, 13, 528), (2, 64, 385, 32)]
+)
+def test_more_rows(N: int, S: int, P: int, Q: int, transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With more rows than torch needs for the gradient of the weights, the other two products are still compiled ones:
+    tiles of every height, weights of several blocks and rests of them."""
+    torch.manual_seed(S)
+    x = torch.randn(N, S, Q if transposed else P)
+    w, b = torch.randn(N, P, Q), torch.randn(N, P if transposed else Q)
+    upstream = torch.randn(N, S, P if transposed else Q)
+    monkeypatch.setattr(module, "LARGE", 0)
+    calls = used(monkeypatch)
+    found = output_and_gradients(x, w, b, upstream, transposed)
+    assert sorted(calls) == ["matmul", "matmul_t", *["outer"] * (module.MAX_ROWS >= S)]
+    exact = output_and_gradients(*(t.double() for t in (x, w, b, upstream)), transposed)
+    for one, other in zip(found, exact, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5 * max(P, Q) ** 0.5)
+
+
+@needs_compiler
 def test_a_layer_trains_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts of a training run: output and all gradients as by the usual products, from rows that lie apart."""
     torch.manual_seed(0)

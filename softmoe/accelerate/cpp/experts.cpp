@@ -1,5 +1,5 @@
-// Products of stacked matrices with few rows: one read of the weights, or one write of their gradients, is all that
-// they should cost.
+// Products of stacked matrices. With few rows one read of the weights, or one write of their gradients, is all that they
+// should cost; with more than FEW the products are those of tiles.h.
 //
 // Letters: N matrices, S rows, w is (N, P, Q) with Q numbers side by side. All float32, Q a multiple of 16.
 //
@@ -13,12 +13,13 @@
 #include <numeric>
 #include <vector>
 
+#include "tiles.h"
 #include "vectors.h"
 
 namespace {
 
 constexpr int ROWS = REGISTERS == 32 ? 8 : 4, WIDE = 3, LONG = 6;
-constexpr int TILE = 8, HELD = REGISTERS / 4;  // rows of y, and lines of w in registers, in `matmul`
+constexpr int FEW = 8, HELD = REGISTERS / 4;  // rows of y, and lines of w in registers, in `matmul`
 constexpr int64_t LINES = 32;  // of w, that are read together: they stay in the second cache
 constexpr int64_t SPAN = 512;  // numbers of a line that are written together: the rows' parts stay in the first cache
 constexpr int64_t SPAN_OF_MORE = 6144;  // numbers of all rows together, if there are more than ROWS
@@ -184,25 +185,23 @@ double outer_more(const float* a, const float* b, float* w, int64_t S, int64_t P
 constexpr decltype(&outer_of<1>) OUTER[] = {outer_of<1>, outer_of<2>, outer_of<3>, outer_of<4>,
                                             outer_of<5>, outer_of<6>, outer_of<7>, outer_of<8>};
 
-inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 }  // namespace
 
 extern "C" void matmul(const float* x, const float* w, const float* bias, float* y, int64_t N, int64_t S, int64_t P,
                        int64_t Q, int threads) {
-    const int64_t tiles = (S + TILE - 1) / TILE;
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
     for (int64_t n = 0; n < N; n++) {
+        if (S > FEW) {
+            matmul_tiles(x + n * S * P, w + n * P * Q, bias ? bias + n * Q : nullptr, y + n * S * Q, S, P, Q);
+            continue;
+        }
         for (int64_t s = n * S; s < (n + 1) * S; s++) {
             if (bias) std::memcpy(y + s * Q, bias + n * Q, Q * sizeof(float));
             else std::memset(y + s * Q, 0, Q * sizeof(float));
         }
         for (int64_t p = 0; p < P; p += LINES) {
             const int64_t count = least(LINES, P - p), ahead = p + 2 * LINES <= P ? HELD : 0;
-            for (int64_t t = 0; t < tiles; t++) {  // of rows, as even as can be
-                const int64_t top = n * S + t * S / tiles, bottom = n * S + (t + 1) * S / tiles;
-                MATMUL[bottom - top - 1](x + top * P + p, w + (n * P + p) * Q, y + top * Q, count, ahead, P, Q);
-            }
+            MATMUL[S - 1](x + n * S * P + p, w + (n * P + p) * Q, y + n * S * Q, count, ahead, P, Q);
         }
     }
 }
@@ -212,9 +211,13 @@ extern "C" void matmul_t(const float* x, const float* w, const float* bias, floa
     const int64_t tiles = (S + ROWS - 1) / ROWS;
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
     for (int64_t n = 0; n < N; n++) {
+        if (S > FEW) {
+            matmul_t_tiles(x + n * S * Q, w + n * P * Q, bias ? bias + n * P : nullptr, y + n * S * P, S, P, Q);
+            continue;
+        }
         for (int64_t p = 0; p < P; p += LINES) {
             const int64_t count = least(LINES, P - p);
-            for (int64_t t = 0; t < tiles; t++) {
+            for (int64_t t = 0; t < tiles; t++) {  // of rows, as even as can be
                 const int64_t top = n * S + t * S / tiles, bottom = n * S + (t + 1) * S / tiles;
                 MATMUL_T[bottom - top - 1](x + top * Q, w + (n * P + p) * Q, bias ? bias + n * P + p : nullptr,
                                         y + top * P + p, count, P, Q);

@@ -1,0 +1,164 @@
+// Products of stacked matrices with many rows, by tiles whose sums stay in registers.
+//
+// Letters and layouts are those of experts.cpp. One factor of a tile is read as it lies in memory, a number at a time; the
+// other, a panel of COLUMNS numbers a step, is first laid close together: lines a multiple of 2048 bytes apart push each
+// other out of the caches. While a tile is computed, weights that later ones need are fetched, a line every few steps.
+#pragma once
+#include <cstdint>
+#include <type_traits>
+#include <vector>
+
+#include "vectors.h"
+
+constexpr int TALL = REGISTERS == 32 ? 12 : 6, COLUMNS = 2 * LANES;  // of a tile
+constexpr int64_t LINE = 16;  // numbers in a line of the cache
+constexpr int64_t RUN = 256;  // numbers side by side that are fetched one after the other
+constexpr int64_t DEPTH = 192, DEPTH_T = 256;  // steps of a tile: its panel stays in the first cache
+constexpr int64_t EVERY = 4;  // steps between two fetched lines
+
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+inline int64_t parts(int64_t count, int64_t most) { return (count + most - 1) / most; }
+
+// Runs of memory, `stride` numbers apart, that are fetched `rate` 256ths of a line at a time.
+struct Ahead {
+    const float* from;
+    int64_t stride, rate, at;
+};
+
+// sums = the product of R lines of `a`, `stride` apart, and V vectors of `b`, COLUMNS apart; or, if PACK,
+// `far` apart, with a copy left in `packed`.
+template <int R, int V, bool PACK>
+inline void multiply(Floats (&sums)[R][V], const float* __restrict a, int64_t stride, const float* __restrict b,
+                     int64_t depth, Ahead* ahead, int64_t far = 0, float* __restrict packed = nullptr) {
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) sums[r][v] = Floats{};
+    uint64_t at = ahead->at;
+    for (int64_t k = 0; k < depth; k++) {
+        if (k % EVERY == 0) {
+            const uint64_t line = at >> 8;
+            __builtin_prefetch(ahead->from + line / (RUN / LINE) * ahead->stride + line % (RUN / LINE) * LINE, 0, 2);
+            at += ahead->rate;
+        }
+        Floats line[V];
+        for (int v = 0; v < V; v++) line[v] = load(b + v * LANES);
+        if (PACK)
+            for (int v = 0; v < V; v++) store(packed + k * COLUMNS + v * LANES, line[v]);
+        for (int r = 0; r < R; r++) {
+            const Floats factor = same(a[r * stride + k]);
+            for (int v = 0; v < V; v++) sums[r][v] += factor * line[v];
+        }
+        b += PACK ? far : COLUMNS;
+    }
+    ahead->at = at;
+}
+
+// Calls `tile` with the number of rows, from 1 to TALL, and that of vectors, 1 or 2, as constants.
+template <int R = TALL, class Tile>
+inline void with_size(int64_t rows, int64_t width, Tile tile) {
+    if constexpr (R > 1) {
+        if (rows < R) return with_size<R - 1>(rows, width, tile);
+    }
+    if (width > LANES) tile(std::integral_constant<int, R>{}, std::integral_constant<int, 2>{});
+    else tile(std::integral_constant<int, R>{}, std::integral_constant<int, 1>{});
+}
+
+// Part of R rows of y from `depth` lines of w, which are `w` as they lie, or null where `packed` has them. The sums begin
+// with the numbers at `start`, if any.
+template <int R, int V>
+__attribute__((noinline)) void matmul_part(const float* x, int64_t P, const float* w, float* packed, const float* start,
+                                           int64_t start_stride, float* y, int64_t Q, int64_t depth, Ahead* ahead) {
+    Floats sums[R][V];
+    if (w) multiply<R, V, true>(sums, x, P, w, depth, ahead, Q, packed);
+    else multiply<R, V, false>(sums, x, P, packed, depth, ahead);
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) {
+            const Floats before = start ? load(start + r * start_stride + v * LANES) : Floats{};
+            store(y + r * Q + v * LANES, sums[r][v] + before);
+        }
+}
+
+// y of one expert. The weights of the next one are fetched at the end.
+inline void matmul_tiles(const float* x, const float* w, const float* bias, float* y, int64_t S, int64_t P, int64_t Q) {
+    const int64_t tiles = parts(S, TALL), depth = parts(P, parts(P, DEPTH));
+    const int64_t rate = parts(256 * EVERY * COLUMNS / LINE, tiles);
+    thread_local std::vector<float> packed;
+    packed.resize(depth * COLUMNS);
+    for (int64_t run = 0; run < Q; run += RUN)
+        for (int64_t p = 0; p < P; p += depth) {
+            const bool last = p + depth >= P;
+            Ahead ahead{last ? w + (run + RUN < Q ? run + RUN : P * Q) : w + (p + depth) * Q + run, Q, rate, 0};
+            for (int64_t q = run; q < least(run + RUN, Q); q += COLUMNS)
+                for (int64_t t = 0; t < tiles; t++) {
+                    const int64_t top = t * S / tiles, bottom = (t + 1) * S / tiles;
+                    float* out = y + top * Q + q;
+                    const float* start = p ? out : bias ? bias + q : nullptr;
+                    with_size(bottom - top, Q - q, [&](auto r, auto v) {
+                        matmul_part<r, v>(x + top * P + p, P, t ? nullptr : w + p * Q + q, packed.data(), start, p ? Q : 0, out,
+                                          Q, least(depth, P - p), &ahead);
+                    });
+                }
+        }
+}
+
+// (rows, depth) as it lies -> (depth, COLUMNS), filled up with zeros.
+inline void pack_turned(const float* from, int64_t stride, int64_t rows, int64_t depth, float* to) {
+    int64_t r = 0;
+#if defined(__x86_64__)
+    for (; r + 4 <= rows; r += 4) {
+        int64_t k = 0;
+        for (; k + 4 <= depth; k += 4) {
+            __m128 lines[4];
+            for (int i = 0; i < 4; i++) lines[i] = _mm_loadu_ps(from + (r + i) * stride + k);
+            _MM_TRANSPOSE4_PS(lines[0], lines[1], lines[2], lines[3]);
+            for (int i = 0; i < 4; i++) _mm_storeu_ps(to + (k + i) * COLUMNS + r, lines[i]);
+        }
+        for (; k < depth; k++)
+            for (int i = 0; i < 4; i++) to[k * COLUMNS + r + i] = from[(r + i) * stride + k];
+    }
+#endif
+    for (; r < COLUMNS; r++)
+        for (int64_t k = 0; k < depth; k++) to[k * COLUMNS + r] = r < rows ? from[r * stride + k] : 0.0f;
+}
+
+// R lines of w with a panel of rows of x, turned: the sums (R, COLUMNS) so far are at `sums_before`.
+template <int R, int V>
+__attribute__((noinline)) void matmul_t_part(const float* w, int64_t Q, const float* panel, float* sums_before, bool first,
+                                             int64_t depth, Ahead* ahead) {
+    Floats sums[R][V];
+    multiply<R, V, false>(sums, w, Q, panel, depth, ahead);
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) {
+            float* place = sums_before + r * COLUMNS + v * LANES;
+            store(place, first ? sums[r][v] : sums[r][v] + load(place));
+        }
+}
+
+// y of one expert, computed as y^T = w x^T, so that w is read as it lies.
+inline void matmul_t_tiles(const float* x, const float* w, const float* bias, float* y, int64_t S, int64_t P, int64_t Q) {
+    const int64_t panels = parts(S, COLUMNS), tiles = parts(P, TALL), depth = parts(Q, parts(Q, DEPTH_T));
+    const int64_t rate = parts(256 * EVERY * TALL / LINE, panels);
+    thread_local std::vector<float> packed, sums;
+    packed.resize(panels * COLUMNS * depth);
+    sums.resize(panels * COLUMNS * tiles * TALL);
+    for (int64_t q = 0; q < Q; q += depth) {
+        const int64_t steps = least(depth, Q - q);
+        for (int64_t s = 0; s < S; s += COLUMNS)
+            pack_turned(x + s * Q + q, Q, least(COLUMNS, S - s), steps, &packed[s * depth]);
+        for (int64_t t = 0; t < tiles; t++) {
+            const int64_t top = t * P / tiles, bottom = (t + 1) * P / tiles;
+            Ahead ahead{bottom < P || q + depth >= Q ? w + bottom * Q + q : w + q + depth, Q, rate, 0};
+            for (int64_t s = 0; s < S; s += COLUMNS)
+                with_size(bottom - top, S - s, [&](auto r, auto v) {
+                    matmul_t_part<r, v>(w + top * Q + q, Q, &packed[s * depth], &sums[(t * panels * COLUMNS + s) * TALL], q == 0,
+                                        steps, &ahead);
+                });
+        }
+    }
+    for (int64_t t = 0; t < tiles; t++)
+        for (int64_t s = 0; s < S; s++) {
+            const int64_t panel = s / COLUMNS * COLUMNS, top = t * P / tiles, bottom = (t + 1) * P / tiles;
+            const float* column = &sums[(t * panels * COLUMNS + panel) * TALL + s - panel];
+            for (int64_t p = top; p < bottom; p++) y[s * P + p] = column[(p - top) * COLUMNS] + (bias ? bias[p] : 0.0f);
+        }
+}
