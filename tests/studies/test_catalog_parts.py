@@ -217,7 +217,9 @@ def test_a_lab_around_a_recipe() -> None:
     assert lab.config("placed").model.resolve(7, size) == config.model.resolve(7, size)
     placed = make_lab("small", "shapes?size=64", recipe="small_data").config("placed").model
     assert placed.resolve(7, 64) == load("small_data").model.resolve(7, 64)  # its place_init is not the usual one
-    assert lab.config("uniform").model.resolve(7, size).moe.identical_init is False
+    uniform = lab.config("uniform").model.resolve(7, size).moe
+    assert uniform is not None
+    assert not uniform.identical_init
     assert (lab.base.steps, lab.base.optim, lab.seeds, lab.slots) == (config.steps, config.optim, 2, 16)
     assert make_lab("small", "shapes", steps=5, recipe="quickstart").base.data.train == "shapes"
     with pytest.raises(ValueError, match="has no soft experts"):
