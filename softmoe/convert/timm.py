@@ -106,8 +106,8 @@ def from_timm(
     refuse_unknown(source)
     if mean is None or std is None:
         raise ValueError(
-            "these weights do not say which mean and std of the pixels they were trained with: give both, as --mean "
-            "0.5 --std 0.5 or FILE?mean=0.5&std=0.5 (0.5 and 0.5 for AugReg and SigLIP; 0.485,0.456,0.406 and "
+            "these weights do not say which mean and std of the pixels they were trained with: give mean and std, as "
+            "--mean 0.5 --std 0.5 or FILE?mean=0.5&std=0.5 (0.5 and 0.5 for AugReg and SigLIP; 0.485,0.456,0.406 and "
             "0.229,0.224,0.225 for DeiT, MAE, DINOv2 and torchvision; 0.4815,0.4578,0.4082 and 0.2686,0.2613,0.2758 "
             "for CLIP)"
         )
