@@ -18,7 +18,7 @@ COMMANDS = {
     "predict": ["photos", "--json"],
     "fewshot": ["photos?val=0.5", "--shots", "1", "--json"],
     "doctor": [],
-    "cost": [],
+    "cost": ["--json"],
     "upcycle": ["--experts", "2", "--blocks", "0"],
 }
 
