@@ -163,10 +163,8 @@ def open_saved(where: str | Path, *, revision: str | None = None) -> SavedModel:
     if str(where) == "demo" and not path.exists():
         return read_saved(DEMO)
     if path.is_file():
-        raise ValueError(
-            f"{path} is a file; give the folder of a saved model (softmoe finetune and upcycle make one of others' "
-            "weights, softmoe.convert.read_model opens them)"
-        )
+        how = "softmoe finetune and upcycle make one of others' weights, softmoe.convert.read_model opens them"
+        raise ValueError(f"{path} is a file; give the folder of a saved model ({how})")
     if not path.is_dir():
         others = hub.others_there(path)
         if hub.is_id(str(where)) and not others:
