@@ -207,7 +207,7 @@ def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"{path} cannot be read: it is not a plain file")
         if status.st_size > most:
-            raise ValueError(f"{path} cannot be read: it has {status.st_size:,} bytes, {most:,} are the limit")
+            raise ValueError(f"{path} cannot be read: it has {status.st_size:,} bytes, more than {most:,} are not read")
         return path.read_bytes()
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
