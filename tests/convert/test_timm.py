@@ -107,5 +107,5 @@ def test_other_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match="in timm's naming"):
         from_timm({"fc.weight": torch.zeros(2, 2)})
     torch.save({"blocks.0.attn.qkv.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="is not a safetensors file"):
+    with pytest.raises(ValueError, match="is not a readable safetensors file"):
         from_timm(tmp_path / "model.safetensors")
