@@ -211,7 +211,7 @@ class InBackward:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _step(self, gradients: dict[Tensor, Tensor]) -> Future[None] | None:
-        """Returns when it will be done, if it is not yet."""
+        """Update, and return the future if the update runs in a thread beside the backward pass."""
         if self._beside is None:
             return self.optimizer.step()
         optimizer: Any = self.optimizer

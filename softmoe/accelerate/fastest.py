@@ -19,7 +19,7 @@ ROUNDS = 5
 LARGEST_ERROR = {torch.float32: 5e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """By the type of the products (float32 ones may be TF32): the difference from torch's numbers, as a share of their
 norm, beyond which a kernel is wrong."""
-Way = Callable[..., Tensor]
+Implementation = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def may_use(*tensors: Tensor) -> bool:
     )
 
 
-def faster(name: str, plain: Way, kernel: Way, *inputs: Tensor) -> bool:
+def kernel_is_faster(name: str, plain: Implementation, kernel: Implementation, *inputs: Tensor) -> bool:
     """True if the kernel is the faster way for such inputs: the first call for a shape times both."""
     grad = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
     device = inputs[0].device
@@ -74,9 +74,11 @@ def too_old(device: torch.device) -> Choice | None:
     return None
 
 
-def compare(plain: Way, kernel: Way, inputs: tuple[Tensor, ...], grad: bool, largest_error: float) -> Choice:
+def compare(
+    plain: Implementation, kernel: Implementation, inputs: tuple[Tensor, ...], grad: bool, largest_error: float
+) -> Choice:
     """Run both on copies of the inputs, with gradients if they are wanted: numbers first, then times in turn."""
-    times: dict[Way, list[float]] = {plain: [], kernel: []}
+    times: dict[Implementation, list[float]] = {plain: [], kernel: []}
     try:
         right, found = (outputs_and_gradients(way, inputs, grad) for way in (plain, kernel))
         error = max(_distance(one, other) for one, other in zip(found, right, strict=True))
@@ -94,7 +96,7 @@ def compare(plain: Way, kernel: Way, inputs: tuple[Tensor, ...], grad: bool, lar
     return Choice(use, f"{'kernel' if use else 'torch'}: {share}")
 
 
-def outputs_and_gradients(way: Way, inputs: tuple[Tensor, ...], grad: bool) -> list[Tensor]:
+def outputs_and_gradients(way: Implementation, inputs: tuple[Tensor, ...], grad: bool) -> list[Tensor]:
     """The output on copies of the inputs, and the gradients of those that have some, for ones behind the output.
 
     What is kept for them is nobody else's: a block that is computed twice counts what was kept the first time, and a
@@ -109,7 +111,7 @@ def outputs_and_gradients(way: Way, inputs: tuple[Tensor, ...], grad: bool) -> l
     return [output.detach(), *gradients]
 
 
-def _seconds(way: Way, inputs: tuple[Tensor, ...], grad: bool) -> float:
+def _seconds(way: Implementation, inputs: tuple[Tensor, ...], grad: bool) -> float:
     if inputs[0].device.type != "cuda":
         begun = time.perf_counter()
         outputs_and_gradients(way, inputs, grad)

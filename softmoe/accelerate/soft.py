@@ -56,8 +56,8 @@ def in_autocast_dtype(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
-class Frugal:
-    """What a Soft router does otherwise, to stand before its class."""
+class LogitsOnlyMixin:
+    """Overrides of a Soft router that keep only its logits for the backward pass; it stands before the router's class."""
 
     def similarity(self: Any, x_BMD: Tensor) -> Tensor:
         dtype = routing_dtype(x_BMD.dtype)
@@ -71,11 +71,11 @@ class Frugal:
         return LogitsRouting(logits_BMNP, mask)
 
 
-class FrugalSoftRouter(Frugal, SoftRouter):
+class FrugalSoftRouter(LogitsOnlyMixin, SoftRouter):
     plain_class = SoftRouter
 
 
-class FrugalPlacedRouter(Frugal, PlacedRouter):
+class FrugalPlacedRouter(LogitsOnlyMixin, PlacedRouter):
     plain_class = PlacedRouter
 
 

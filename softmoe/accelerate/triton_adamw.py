@@ -38,7 +38,7 @@ def by_kernel(rows: Rows, indices: list[int], group: dict[str, Any], skip: Tenso
         return False
     largest = max((flat for flat, _ in rows), key=lambda flat: flat.weight.numel())
     plain, kernel = (partial(_on_copies, way) for way in (partial(_ignore_indices, update_together), update_each))
-    if not fastest.faster("AdamW", plain, kernel, *largest):
+    if not fastest.kernel_is_faster("AdamW", plain, kernel, *largest):
         return False
     update_each(rows, indices, group, skip)
     return True

@@ -39,7 +39,7 @@ class TritonExperts(Experts):
                 and x_NSD.shape[0] == self.num_experts
                 and x_NSD.shape[2] == self.dim
                 and fastest.may_use(x_NSD, *weights)
-                and fastest.faster("experts", by_torch, by_kernels, x_NSD, *weights)
+                and fastest.kernel_is_faster("experts", by_torch, by_kernels, x_NSD, *weights)
             )
         if not self.use_kernels or torch.compiler.is_exporting():  # an exported file runs without this package
             return super().forward(x_NSD)

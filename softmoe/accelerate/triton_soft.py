@@ -41,8 +41,8 @@ class TritonRouting(LogitsRouting):
         return self.logits.flatten(2).contiguous(), None if self.mask is None else self.mask.contiguous()
 
 
-class _Triton:
-    """What a Soft router does otherwise, to stand before its class."""
+class _TritonMixin:
+    """Overrides of a Soft router that use Triton kernels where they are faster; it stands before the router's class."""
 
     use_kernels = False
     """What was the faster way at the last call; a compiler that traces the router takes that way."""
@@ -57,7 +57,7 @@ class _Triton:
         shape = (self.num_experts, self.slots_per_expert)
         plain, kernel = (partial(way, self.scale is not None, shape, mask) for way in (by_torch, by_kernels))
         name = f"soft routing, {shape[1]} slots an expert" + (", mask" if mask is not None else "")
-        return fastest.faster(name, plain, kernel, x_BMD, self.phi.float().flatten(1))
+        return fastest.kernel_is_faster(name, plain, kernel, x_BMD, self.phi.float().flatten(1))
 
     def slot_vectors(self: Any) -> Tensor:
         with no_autocast(self.phi):
@@ -79,11 +79,11 @@ class _Triton:
         return TritonRouting(logits_BMNP, mask)
 
 
-class TritonSoftRouter(_Triton, SoftRouter):
+class TritonSoftRouter(_TritonMixin, SoftRouter):
     plain_class = SoftRouter
 
 
-class TritonPlacedRouter(_Triton, PlacedRouter):  # pyright: ignore[reportIncompatibleMethodOverride]
+class TritonPlacedRouter(_TritonMixin, PlacedRouter):  # pyright: ignore[reportIncompatibleMethodOverride]
     plain_class = PlacedRouter
 
 

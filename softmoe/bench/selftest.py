@@ -46,11 +46,11 @@ from softmoe.train.log import read_metrics
 from softmoe.train.objectives import make_objective
 
 
-class Wrong(Exception):
+class CheckFailed(Exception):
     """A check failed; the text says what was found and what was expected."""
 
 
-class NotHere(Exception):
+class Unsupported(Exception):
     """This machine lacks what the check needs; the text says what."""
 
 
@@ -75,10 +75,13 @@ def selftest(device: torch.device, *, quick: bool = False) -> Iterator[Check]:
             begun = time.perf_counter()
             try:
                 state, said = "ok", check(place)
-            except NotHere as error:
+            except Unsupported as error:
                 state, said = "not tested", str(error)
             except Exception as error:  # whatever goes wrong is what the page is for
-                state, said = "WRONG", str(error) if isinstance(error, Wrong) else f"{type(error).__name__}: {error}"
+                state, said = (
+                    "WRONG",
+                    str(error) if isinstance(error, CheckFailed) else f"{type(error).__name__}: {error}",
+                )
             what = (check.__doc__ or "").split("\n")[0]
             yield Check(name, state, " ".join(said.split()), time.perf_counter() - begun, what)
 
@@ -116,7 +119,7 @@ def kernels(place: Place) -> str:
     try:
         fastest.need_triton(nn.Linear(1, 1).to(place.device))
     except Off as error:
-        raise NotHere(str(error)) from error
+        raise Unsupported(str(error)) from error
     said = []
     for dtype, limit in ((torch.float32, 5e-3), (torch.bfloat16, 3e-2)):
         torch.manual_seed(0)
@@ -161,14 +164,14 @@ def steps(place: Place) -> str:
 def bfloat16(place: Place) -> str:
     """The same with products in bfloat16."""
     if not (torch.cuda.is_bf16_supported() if place.cuda else bfloat16_works()):
-        raise NotHere("no working bfloat16 on this device")
+        raise Unsupported("no working bfloat16 on this device")
     return _falls(place, 16 if place.quick else 100, "bfloat16")
 
 
 def compiled(place: Place) -> str:
     """A few steps under torch.compile."""
     if place.quick:
-        raise NotHere("torch.compile takes too long for the quick form")
+        raise Unsupported("torch.compile takes too long for the quick form")
     return _falls(place, 20, "float32", compile=True)
 
 
@@ -192,11 +195,11 @@ def _falls(place: Place, count: int, precision: Any, **changes: Any) -> str:
     first, last = sum(losses[:quarter]) / quarter, sum(losses[-quarter:]) / quarter
     said = f"{count} steps, loss {first:.2f} to {last:.2f}"
     if not last < 0.95 * first:
-        raise Wrong(f"{said}: it does not fall")
+        raise CheckFailed(f"{said}: it does not fall")
     early, late = max(memory[quarter : 2 * quarter]), max(memory[2 * quarter :])
     grown = f"memory {early / 1e6:.0f} to {late / 1e6:.0f} MB"
     if late > 1.02 * early + 8e6:
-        raise Wrong(f"{said}, but {grown}: it grows")
+        raise CheckFailed(f"{said}, but {grown}: it grows")
     return f"{said}, {grown}"
 
 
@@ -227,7 +230,7 @@ def devices(place: Place) -> str:
     """The same steps on one CUDA device and on all of this machine: as copies, as shards, and with owned experts."""
     count = torch.cuda.device_count() if place.cuda else 1
     if count < 2:
-        raise NotHere("one device is here, so nothing was spread over several")
+        raise Unsupported("one device is here, so nothing was spread over several")
     return spread(place, count)
 
 
@@ -263,7 +266,7 @@ def _loss_of(place: Place, name: str, processes: int, largest: int, *more: str) 
         timeout=600,
     )
     if done.returncode:
-        raise Wrong(f"{name}, {processes} processes: " + " / ".join(done.stderr.strip().splitlines()[-3:]))
+        raise CheckFailed(f"{name}, {processes} processes: " + " / ".join(done.stderr.strip().splitlines()[-3:]))
     lines = read_metrics(place.folder / name.replace(" ", "-") / "metrics.jsonl")
     return [line["loss"] for line in lines if "loss" in line][-1]
 
@@ -337,5 +340,5 @@ def _distance(one: Tensor, other: Tensor) -> float:
 
 def _at_most(error: float, limit: float, what: str) -> str:
     if not error <= limit:
-        raise Wrong(f"{what}: off by {error:.1e}, more than {limit:.0e}")
+        raise CheckFailed(f"{what}: off by {error:.1e}, more than {limit:.0e}")
     return f"{what}: off by {error:.1e} (right up to {limit:.0e})"

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from softmoe.data.augment import soft_labels
     from softmoe.data.batch import Batch, TooManyBroken
     from softmoe.data.decode import BrokenImage
-    from softmoe.data.feed import Feed, fed
+    from softmoe.data.feed import Feed, batches_on_device
     from softmoe.data.loader import Loader, WorkerDied, evaluation_batches
     from softmoe.data.source import Example, Source, open_source
     from softmoe.data.texts import Captioned, Tokenizer, captions_of, some_captions, train_tokenizer
@@ -20,7 +20,7 @@ _HOMES = {
     "augment": ("soft_labels",),
     "batch": ("Batch", "TooManyBroken"),
     "decode": ("BrokenImage",),
-    "feed": ("Feed", "fed"),
+    "feed": ("Feed", "batches_on_device"),
     "loader": ("Loader", "WorkerDied", "evaluation_batches"),
     "source": ("Example", "Source", "open_source"),
     "texts": ("Captioned", "Tokenizer", "captions_of", "some_captions", "train_tokenizer"),
@@ -40,9 +40,9 @@ __all__ = [
     "Transform",
     "TransformConfig",
     "WorkerDied",
+    "batches_on_device",
     "captions_of",
     "evaluation_batches",
-    "fed",
     "open_source",
     "soft_labels",
     "some_captions",

@@ -110,7 +110,7 @@ class _Key(ISeedSequence):
 
 
 class Raw:
-    """A maker of raw batches puts them in pinned memory, if there is a GPU; of workers, torch's loader sees to that."""
+    """Makes raw batches, in pinned memory if there is a GPU; for worker processes torch's loader does that."""
 
     raw: bool
 
@@ -118,7 +118,7 @@ class Raw:
     def pinned(self) -> bool:
         return self.raw and torch.cuda.is_available()
 
-    def settled(self, batch: Batch) -> Batch:
+    def pin_if_needed(self, batch: Batch) -> Batch:
         """A batch that was made in this process, where it is wanted."""
         return batch.pin_memory() if self.pinned else batch
 
@@ -138,9 +138,9 @@ class TrainBatches(Raw):
     """Leave the rest to the device: see feed.py."""
 
     def __getitem__(self, step: int) -> Batch:
-        return self.several([step])[0]
+        return self.make_batches([step])[0]
 
-    def several(self, steps: Sequence[int]) -> list[Batch]:
+    def make_batches(self, steps: Sequence[int]) -> list[Batch]:
         """Make one batch of each step, their examples read together where the source can: fewer and longer calls."""
         blocks, mix = getattr(self.source, "blocks", None), getattr(self.source, "mix", 8)
         setting = (self.batch_size, self.world, self.rank, blocks, mix)
@@ -148,11 +148,11 @@ class TrainBatches(Raw):
         ready = _read_together(self.source, np.concatenate(indices), self.captions)
         share = self.batch_size // self.world
         return [
-            self._made(step, indices[k], None if ready is None else ready[k * share : (k + 1) * share])
+            self._make_batch(step, indices[k], None if ready is None else ready[k * share : (k + 1) * share])
             for k, step in enumerate(steps)
         ]
 
-    def _made(self, step: int, indices: np.ndarray, ready: list[Example] | None) -> Batch:
+    def _make_batch(self, step: int, indices: np.ndarray, ready: list[Example] | None) -> Batch:
         first = self.rank * (self.batch_size // self.world)
         places = range(first, first + len(indices))
         rngs = generators(self.seed, step, places, _TRANSFORM)

@@ -101,7 +101,7 @@ class _Decoder:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["softmoe.ignore_sigint", "softmoe.data.decoders", "python_multipart"])
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(theirs, read, seconds), daemon=True)
+        self.process = context.Process(target=_decode_requests, args=(theirs, read, seconds), daemon=True)
         self.process.start()
         theirs.close()
         self.extra = False
@@ -122,7 +122,7 @@ class _Decoder:
         self.process.join()
 
 
-def _work(pipe: Connection, read: Read, seconds: float) -> None:
+def _decode_requests(pipe: Connection, read: Read, seconds: float) -> None:
     """A child's life: a body in, pixels or a sentence out. The alarm ends it if nobody is left who could."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))

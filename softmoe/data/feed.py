@@ -78,8 +78,8 @@ class Feed:
         return batch
 
 
-def fed(batches: Iterable[Batch], device: torch.device, classes: int = 0) -> Iterator[Batch]:
-    """Batches of an evaluation on the device, one ahead of the model."""
+def batches_on_device(batches: Iterable[Batch], device: torch.device, classes: int = 0) -> Iterator[Batch]:
+    """Yield the batches of an evaluation on the device, one ahead of the model."""
     if device.type == "cpu":
         yield from (finish(batch, classes) for batch in batches)
         return
@@ -93,9 +93,12 @@ def fed(batches: Iterable[Batch], device: torch.device, classes: int = 0) -> Ite
         raise failure
 
 
-def one_behind(results: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
-    """Tuples of tensors, brought to the host. From CUDA they come one behind: the next batch is already computed while
-    the host looks at the last, and the device never waits for the host."""
+def results_on_host(results: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
+    """Bring tuples of tensors to the host.
+
+    From CUDA they come one batch behind: the next is already computed while the host looks at the last, and the device
+    never waits for the host.
+    """
     held: tuple[tuple[Tensor, ...], torch.cuda.Event] | None = None
     for result in results:
         if not any(tensor.device.type == "cuda" for tensor in result):

@@ -69,10 +69,10 @@ class Loader:
         """The endless stream from step `start_step` on: a resumed run sees what an uninterrupted one would have."""
         if self.workers == 0 and getattr(self.source, "read_batch", None) is not None:
             firsts = itertools.count(start_step, self.prefetch)
-            groups = (self._batches.several(range(first, first + self.prefetch)) for first in firsts)
-            made = map(self._batches.settled, itertools.chain.from_iterable(groups))
+            groups = (self._batches.make_batches(range(first, first + self.prefetch)) for first in firsts)
+            made = map(self._batches.pin_if_needed, itertools.chain.from_iterable(groups))
         else:
-            made = _made(self._batches, itertools.count(start_step), self.workers, self.prefetch)
+            made = _load_batches(self._batches, itertools.count(start_step), self.workers, self.prefetch)
         for batch in made:
             self._watch(batch)
             yield batch
@@ -106,7 +106,7 @@ def evaluation_batches(
     """Each readable example once, in order; unreadable ones are left out and listed in their batch."""
     _check_workers(workers, prefetch)
     maker = EvaluationBatches(source, transform, batch_size, world, rank, captions, raw)
-    return _made(maker, range(len(maker)), workers, prefetch)
+    return _load_batches(maker, range(len(maker)), workers, prefetch)
 
 
 @dataclass(frozen=True)
@@ -167,11 +167,11 @@ class _Steps:
         return iter(self.steps)
 
 
-def _made(
+def _load_batches(
     maker: TrainBatches | EvaluationBatches, steps: Iterable[int], workers: int, prefetch: int
 ) -> Iterator[Batch]:
     if workers == 0:
-        yield from (maker.settled(maker[step]) for step in steps)
+        yield from (maker.pin_if_needed(maker[step]) for step in steps)
         return
     made: Iterable[Any] = DataLoader(
         ErrorAsValue(maker),  # pyright: ignore[reportArgumentType]  # has what a map-style data set needs: __getitem__

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from softmoe.data import Batch, evaluation_batches, fed, open_source, to_tensor
-from softmoe.data.feed import one_behind
+from softmoe.data import Batch, batches_on_device, evaluation_batches, open_source, to_tensor
+from softmoe.data.feed import results_on_host
 from softmoe.evaluate.api import Evaluate, Predict, as_list
 from softmoe.evaluate.features import Progress
 from softmoe.evaluate.inputs import (
@@ -33,7 +33,7 @@ from softmoe.models.classification import Loss, Totals
 from softmoe.moe.record import evaluating
 
 
-class Beside(nn.Module):
+class CountAgreement(nn.Module):
     """A model with another one beside it: gives the outputs of the first, and counts where the second agrees."""
 
     def __init__(self, model: nn.Module, other: nn.Module):
@@ -73,10 +73,10 @@ def count(
 ) -> Totals:
     """Run the model over the batches and keep all sums; `see` is shown examples, labels and logits of each."""
     device = next(model.parameters()).device
-    totals = Totals(outputs_of(model), loss)
+    totals = Totals(class_count(model), loss)
     with evaluating(model), torch.inference_mode():
-        found = ((model(b.images), b.labels, b.indices) for b in fed(batches, device) if len(b))
-        for logits_BC, labels, indices_B in one_behind(found):
+        found = ((model(b.images), b.labels, b.indices) for b in batches_on_device(batches, device) if len(b))
+        for logits_BC, labels, indices_B in results_on_host(found):
             totals.add(logits_BC, labels)
             if see is not None:
                 see(indices_B, labels, logits_BC)
@@ -85,7 +85,7 @@ def count(
     return totals
 
 
-def outputs_of(model: nn.Module) -> int:
+def class_count(model: nn.Module) -> int:
     """Number of classes the model tells apart."""
     head = getattr(model, "head", None)
     classes = getattr(head, "out_features", None)
@@ -163,11 +163,11 @@ def run_evaluate(options: Evaluate, progress: Progress | None = None) -> dict[st
     """Return named numbers and what they were measured on, as plain values for JSON."""
     loaded = load(options.model, weights=options.weights, told=options.told, **options.model_options)
     judged = (
-        Beside(loaded.model, load(options.model, device=options.device, told=options.told).model)
+        CountAgreement(loaded.model, load(options.model, device=options.device, told=options.told).model)
         if options.agreement
         else loaded.model
     )
-    outputs = outputs_of(loaded.model)
+    outputs = class_count(loaded.model)
     source = random_subset(open_source(options.data, options.split), options.examples)
     if options.labels is None:
         matched, how = match_classes(source, loaded.saved.classes, outputs)
@@ -191,7 +191,7 @@ def run_evaluate(options: Evaluate, progress: Progress | None = None) -> dict[st
     return {
         **facts_of(loaded, {options.data: matched}, split=options.split),
         "weights": options.weights or "as saved",
-        "numbers": totals.numbers() | (judged.numbers() if isinstance(judged, Beside) else {}),
+        "numbers": totals.numbers() | (judged.numbers() if isinstance(judged, CountAgreement) else {}),
         "images": totals.images,
         "unlabeled": totals.unlabeled,
         "unreadable": [{"image": name, "reason": reason} for name, reason in broken],

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from softmoe.data import Batch, Source, Transform, evaluation_batches, fed
-from softmoe.data.feed import one_behind
+from softmoe.data import Batch, Source, Transform, batches_on_device, evaluation_batches
+from softmoe.data.feed import results_on_host
 from softmoe.data.files import cache_folder
 from softmoe.models import VisionTransformer
 from softmoe.moe.record import evaluating
@@ -114,9 +114,9 @@ def _compute(
     labels, indices, done = [], [], 0
     with evaluating(model), torch.inference_mode():
         raw = device.type != "cpu"
-        batches = fed(evaluation_batches(source, transform, batch_size, workers=workers, raw=raw), device)
+        batches = batches_on_device(evaluation_batches(source, transform, batch_size, workers=workers, raw=raw), device)
         results = ((batch_features(model, b), b.labels, b.indices) for b in batches if len(b))
-        for found, labels_B, indices_B in one_behind(results):
+        for found, labels_B, indices_B in results_on_host(results):
             check_finite(found)
             if vectors is None:
                 shape = (rows, found.shape[1])

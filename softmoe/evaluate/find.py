@@ -43,7 +43,7 @@ class Hits:
         return {"query": self.query, "images": self.images, "unreadable": self.unreadable, "hits": found}
 
 
-class FilesAsTheyAre(FileSource):
+class FilesByStat(FileSource):
     """Image files, known by name, size and time: a changed file is another one, so its features are computed anew."""
 
     def __init__(self, paths: Sequence[Path]):
@@ -71,7 +71,7 @@ def run_search(options: Search, progress: Progress | None = None) -> Hits:
             raise ValueError(
                 f"there is no image file or folder {name!r}; the text to search for is one argument, in quotes"
             )
-    source = FilesAsTheyAre(find_images(names))
+    source = FilesByStat(find_images(names))
     towers = load_towers(options.model, **options.model_options)
     image_nE, features = towers.embed_images(source, **options.feature_options(progress))
     score_n = image_nE @ towers.embed_texts([options.query])[0]

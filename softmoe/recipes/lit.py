@@ -44,5 +44,5 @@ def recipe() -> train.TrainConfig:
 
 
 def tiny() -> train.TrainConfig:
-    """Two steps of a model that is hardly one, on `shapes`, for tests; its image tower is locked as it starts."""
+    """Shrink the recipe to two steps of a tiny model on `shapes`, for tests; its image tower is locked as it starts."""
     return shrunk(recipe(), image_size=32, data="shapes?size=32")

@@ -58,5 +58,5 @@ def recipe() -> train.TrainConfig:
 
 
 def tiny() -> train.TrainConfig:
-    """Two steps of a model that is hardly one, for tests."""
+    """Shrink the recipe to two steps of a tiny model, for tests."""
     return shrunk(recipe(), IMAGE, data=f"characters?size={IMAGE}&classes=20")

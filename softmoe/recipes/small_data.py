@@ -54,5 +54,5 @@ def recipe() -> train.TrainConfig:
 
 
 def tiny() -> train.TrainConfig:
-    """Two steps of a model that is hardly one, on `shapes`, for tests."""
+    """Shrink the recipe to two steps of a tiny model on `shapes`, for tests."""
     return shrunk(recipe(), image_size=32, data="shapes?size=32")

@@ -22,9 +22,9 @@ from softmoe.data import (
     Tokenizer,
     Transform,
     TransformConfig,
+    batches_on_device,
     captions_of,
     evaluation_batches,
-    fed,
     open_source,
     some_captions,
     train_tokenizer,
@@ -132,7 +132,7 @@ class Data:
         if examples is not None:
             shared = self.world > 1
             batches = share_of_first(batches, examples, size) if shared else first_examples(batches, examples)
-        return fed(batches, self.device)
+        return batches_on_device(batches, self.device)
 
     def feed(self, batches: Iterable[Batch], device: torch.device) -> Feed:
         """Training batches on the device, one ahead. Labels are looked at here, where nobody has to wait for that."""
@@ -231,7 +231,7 @@ class FeatureData(Data):
         starts = range(0, len(rows), size)
         batches = (feature_batch(self.val, self.val_features, rows[start : start + size]) for start in starts)
         examples = self.config.evaluation.examples
-        return fed(batches if examples is None else first_examples(batches, examples), self.device)
+        return batches_on_device(batches if examples is None else first_examples(batches, examples), self.device)
 
 
 class FeatureLoader:

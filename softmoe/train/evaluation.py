@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from softmoe.data import Batch
-from softmoe.data.feed import one_behind
+from softmoe.data.feed import results_on_host
 from softmoe.models import Embeddings
 from softmoe.models.classification import Loss, Totals
 from softmoe.train.data import Data
@@ -29,7 +29,7 @@ def classify(model: nn.Module, batches: Iterable[Batch], loss: Loss = "softmax")
     device = next(model.parameters()).device
     totals: Totals | None = None
     found = ((model(batch.images.to(device)), batch.labels) for batch in batches if len(batch.images))
-    for logits_BC, labels in one_behind(found):
+    for logits_BC, labels in results_on_host(found):
         totals = totals or Totals(logits_BC.shape[-1], loss)
         totals.add(logits_BC, labels)
     if totals is None:
@@ -53,7 +53,7 @@ def match_pairs(model: nn.Module, batches: Iterable[Batch], objective: Contrasti
                 tokens = objective.tokens(batch).to(device, non_blocking=True)
                 yield (*matches(model(batch.images.to(device), tokens), objective.config.loss), batch.indices)
 
-    for to_text, to_image, loss, indices in one_behind(found()):
+    for to_text, to_image, loss, indices in results_on_host(found()):
         sums["image_to_text"] += float(to_text)
         sums["text_to_image"] += float(to_image)
         sums["top1"] += float(to_text + to_image) / 2

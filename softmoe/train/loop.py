@@ -30,7 +30,7 @@ from softmoe.train.log import Clock, make_sinks
 from softmoe.train.objectives import Objective
 from softmoe.train.reporting import diverged, evaluate, log, report_bad_steps, report_starving, show_progress
 from softmoe.train.run import Run, TrainState, build
-from softmoe.train.step import late, settle, train_step
+from softmoe.train.step import count_pending_step, reads_late, train_step
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def train(
 
 def run_steps(run: Run, stop: StopRequest) -> None:
     config, done = run.config, run.done
-    if done.step >= config.steps or stale(run):
+    if done.step >= config.steps or out_of_patience(run):
         return
     clock, start = Clock(), time.perf_counter()
     feed = run.data.feed(run.data.loader.batches(done.step), run.device)
@@ -141,14 +141,14 @@ def run_steps(run: Run, stop: StopRequest) -> None:
         after_step(run, clock, log_now=log_now)
         if log_now:
             report_starving(run, feed)
-        if stale(run):
+        if out_of_patience(run):
             stop.signal, _ = answer()
             save(run)
             return
         start = time.perf_counter()
 
 
-def stale(run: Run) -> bool:
+def out_of_patience(run: Run) -> bool:
     """Whether the evaluations have found nothing better for as long as the run is patient."""
     patience = run.config.evaluation.patience
     if patience is None or run.done.stale < patience:
@@ -168,7 +168,7 @@ def after_step(run: Run, clock: Clock, *, log_now: bool) -> None:
     evaluate_now = last or bool(every and done.step % every == 0)
     save_now = last or done.step % config.checkpoint.every == 0
     if log_now or evaluate_now or save_now:
-        settle(run)
+        count_pending_step(run)
     if run.progress.due(tenth=done.step % max(1, config.steps // 10) == 0):
         show_progress(run, clock)
     report_bad_steps(run)
@@ -229,7 +229,7 @@ def restore(run: Run, found: Checkpoint) -> None:
 def save(run: Run) -> None:
     """Hand a copy of the state to the writer, once per step. A step that was skipped is not saved, and weights that are
     not finite end the run: neither may take the place of a good checkpoint."""
-    settle(run)
+    count_pending_step(run)
     done = run.done
     if run.saved_step == done.step or done.bad_in_a_row:
         return
@@ -244,7 +244,7 @@ def save(run: Run) -> None:
     if run.average is not None:
         tensors["ema"] = copy_tensors(run.average.model.state_dict())
     ready = finite_on_all(run, tensors["model"])
-    if not late(run) and not ready():
+    if not reads_late(run) and not ready():
         raise diverged(run, "the weights are not finite numbers")
     state = {
         "step": done.step,
@@ -256,7 +256,7 @@ def save(run: Run) -> None:
     }
     texts = {"config": run.model.config.to_dict(), "state": state}
     run.store.save(
-        Snapshot(done.step, tensors, texts, ready if late(run) else None),
+        Snapshot(done.step, tensors, texts, ready if reads_late(run) else None),
         best=None if done.best is None else done.best["step"],
     )
     run.saved_step = done.step
@@ -273,7 +273,7 @@ def finite_on_all(run: Run, weights: Mapping[str, Tensor]) -> Callable[[], bool]
         if arrived is not None:
             arrived.synchronize()
         finite = all(bool(local(weight).isfinite().all()) for weight in weights.values())
-        return all(run.team.gather(finite, run.team.saving if late(run) else run.team.group))
+        return all(run.team.gather(finite, run.team.saving if reads_late(run) else run.team.group))
 
     return ready
 

@@ -91,7 +91,7 @@ class TrainState:
         return cls(**said)
 
 
-LATE = ("cuda",)
+ASYNC_DEVICES = ("cuda",)
 """Devices that the host does not wait for in a step: they skip bad steps themselves, and are read a step late."""
 
 

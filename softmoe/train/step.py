@@ -15,7 +15,7 @@ from softmoe.accelerate.guards import skipped_where
 from softmoe.train.data import split_batch
 from softmoe.train.objectives import Contrastive, join_parts, with_gradient
 from softmoe.train.optim import gradients, set_learning_rate
-from softmoe.train.run import LATE, Pending, Run, random_seed
+from softmoe.train.run import ASYNC_DEVICES, Pending, Run, random_seed
 
 
 def train_step(run: Run, batch: Any, *, keep_routing: bool = False) -> None:
@@ -34,34 +34,34 @@ def train_step(run: Run, batch: Any, *, keep_routing: bool = False) -> None:
     found = [loss, auxiliary, norm, *(numbers[name] for name in names)]
     wide = torch.float64 if run.device.type == "cpu" else torch.float32  # some devices have no float64
     values = run.team.mean(torch.stack([value.to(wide) for value in found]))
-    settle(run)  # the step before, with the average of its weights
+    count_pending_step(run)  # the step before, with the average of its weights
     done.step += 1
     run.pending = Pending(done.step, names, values)
     if run.in_backward is None:
         update(run, values)
-    if not late(run):
-        settle(run)
+    if not reads_late(run):
+        count_pending_step(run)
     if not keep_routing:
         run.recording.clear()
 
 
-def late(run: Run) -> bool:
+def reads_late(run: Run) -> bool:
     """Whether the host reads the device's numbers later, and goes on meanwhile."""
-    return run.device.type in LATE
+    return run.device.type in ASYNC_DEVICES
 
 
 def update(run: Run, values: Tensor) -> None:
     """Let the optimizer step if loss and norm are finite: on a GPU, which must not be asked, by a flag that the fused
     update looks at."""
     judged = values[0:3:2]
-    if late(run):
+    if reads_late(run):
         with skipped_where(run.optimizer, ~judged.isfinite().all()):
             run.optimizer.step()
     elif all(map(math.isfinite, judged.tolist())):
         run.optimizer.step()
 
 
-def settle(run: Run) -> None:
+def count_pending_step(run: Run) -> None:
     """Count the step whose numbers were not read yet, if there is one: sums for the next line of metrics, the average
     of the weights, and whether it was skipped."""
     pending, run.pending = run.pending, None

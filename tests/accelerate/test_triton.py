@@ -325,7 +325,7 @@ def test_timing_inside_a_block_that_is_computed_twice(monkeypatch: pytest.Monkey
 
     def block(x: Tensor, w: Tensor) -> Tensor:
         squares = x.square()
-        fastest.faster("trial", linear, torch.matmul, squares, w)
+        fastest.kernel_is_faster("trial", linear, torch.matmul, squares, w)
         return (squares @ w).exp()
 
     right = torch.autograd.grad((x.square() @ w).exp().sum(), (x, w))
@@ -357,9 +357,9 @@ def test_each_shape_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fastest, "CHOICES", {})
     monkeypatch.setattr(fastest, "compare", lambda *given: asked.append(given) or Choice(True, "kernel: 1 ms"))
     x = torch.randn(4, 3)
-    assert fastest.faster("trial", linear, linear, x, x.T)
-    assert fastest.faster("trial", linear, linear, x, x.T)
-    assert fastest.faster("trial", linear, linear, x.requires_grad_(), x.T)
+    assert fastest.kernel_is_faster("trial", linear, linear, x, x.T)
+    assert fastest.kernel_is_faster("trial", linear, linear, x, x.T)
+    assert fastest.kernel_is_faster("trial", linear, linear, x.requires_grad_(), x.T)
     assert len(asked) == 2
     assert accelerate.apply(torch.nn.Identity()).timed() == [
         "trial 4x3 3x4 float32: kernel: 1 ms",

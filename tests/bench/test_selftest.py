@@ -7,7 +7,7 @@ import torch
 
 import softmoe
 from softmoe.bench import selftest as module
-from softmoe.bench.selftest import NotHere, Place, Wrong
+from softmoe.bench.selftest import CheckFailed, Place, Unsupported
 from softmoe.cli import main
 
 
@@ -46,7 +46,7 @@ def test_many_processes_compute_what_one_does(tmp_path: Path, monkeypatch: pytes
     assert "4 steps on 2 devices" in said
     assert [part.split(":")[0] for part in said.split("; ")[1:]] == ["copies", "shards", "owned experts"]
     monkeypatch.setattr(module, "_loss_of", lambda place, name, processes, *more: float(processes))
-    with pytest.raises(Wrong, match="copies: off by 1"):
+    with pytest.raises(CheckFailed, match="copies: off by 1"):
         module.spread(Place(torch.device("cpu"), True, tmp_path), 2)
 
 
@@ -54,13 +54,13 @@ def test_what_is_wrong_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """A wrong check and one that ends in an error are WRONG, with the reason and exit code 1; others still run."""
 
     def wrong(place: Place) -> str:
-        raise Wrong("off by 1e+00, more than 1e-03")
+        raise CheckFailed("off by 1e+00, more than 1e-03")
 
     def broken(place: Place) -> str:
         raise RuntimeError("CUDA error: an illegal memory access")
 
     def missing(place: Place) -> str:
-        raise NotHere("no second device")
+        raise Unsupported("no second device")
 
     checks = {"a": wrong, "b": broken, "c": missing, "d": lambda place: "fine"}
     monkeypatch.setattr(module, "CHECKS", checks)
@@ -78,12 +78,12 @@ def test_a_loss_that_does_not_fall_is_wrong(tmp_path: Path, monkeypatch: pytest.
     plain, grown = module._config, iter(range(0, 10**12, 10**9))
     place = Place(torch.device("cpu"), True, tmp_path)
     monkeypatch.setattr(module, "_memory", lambda _: next(grown))
-    with pytest.raises(Wrong, match="it grows"):
+    with pytest.raises(CheckFailed, match="it grows"):
         module.steps(place)
     monkeypatch.setattr(
         module,
         "_config",
         lambda *a, **k: replace(c := plain(*a, **k), run_name="still", schedule=replace(c.schedule, peak=1e-9)),
     )
-    with pytest.raises(Wrong, match="it does not fall"):
+    with pytest.raises(CheckFailed, match="it does not fall"):
         module.steps(place)

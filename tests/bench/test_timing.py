@@ -115,8 +115,8 @@ def test_loop_is_timed_with_and_without_data(tmp_path: Path) -> None:
     from softmoe.recipes import quickstart
 
     config = replace(quickstart.tiny(), runs=str(tmp_path / "runs"))
-    bare, fed = step_times(config, steps=2, rounds=3)
-    assert bare.rounds == fed.rounds == 3
+    bare, batches_on_device = step_times(config, steps=2, rounds=3)
+    assert bare.rounds == batches_on_device.rounds == 3
     assert len(make_photos(tmp_path, count=2)) == 2
     assert per_image(lambda: sum(range(100_000)), images=1, seconds=0.0).rounds == 3
 

@@ -133,9 +133,9 @@ def evaluation(changes: dict[str, Any], **more: Any) -> list[str]:
     from softmoe.train.reporting import evaluate
 
     def fed_from_host(batches: Any, *given: Any) -> Any:
-        return fed(from_host(batches), *given)
+        return batches_on_device(from_host(batches), *given)
 
-    fed = feed.fed
+    batches_on_device = feed.batches_on_device
     with tempfile.TemporaryDirectory() as folder, fake_cuda() as waits:
         run = make_run(folder, changes, **more)
         host = patch("softmoe.train.data.fed", fed_from_host), patch("softmoe.evaluate.features.fed", fed_from_host)

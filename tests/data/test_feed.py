@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from softmoe.data import Feed, Loader, Transform, TransformConfig, evaluation_batches, fed, open_source
-from softmoe.data.feed import finish, one_behind
+from softmoe.data import Feed, Loader, Transform, TransformConfig, batches_on_device, evaluation_batches, open_source
+from softmoe.data.feed import finish, results_on_host
 from softmoe.data.loader import Buffers, workers_for
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def test_evaluation_batches_too() -> None:
         Transform(TransformConfig(16, "central"), train=False),
     )
     usual = list(evaluation_batches(source, transform, 4))
-    found = list(fed(evaluation_batches(source, transform, 4, raw=True), CPU))
+    found = list(batches_on_device(evaluation_batches(source, transform, 4, raw=True), CPU))
     assert len(usual) == len(found) == 3
     for a, b in zip(usual, found, strict=True):
         same(a, b)
@@ -89,8 +89,8 @@ def test_a_feed_says_why_there_is_no_batch() -> None:
 def test_results_on_the_host_stay_in_order() -> None:
     """Nothing is lost or held back of what is computed on a CPU."""
     rows = [(torch.tensor([k]), torch.tensor(-k)) for k in range(3)]
-    assert [(int(a), int(b)) for a, b in one_behind(rows)] == [(0, 0), (1, -1), (2, -2)]
-    assert list(one_behind([])) == []
+    assert [(int(a), int(b)) for a, b in results_on_host(rows)] == [(0, 0), (1, -1), (2, -2)]
+    assert list(results_on_host([])) == []
 
 
 @pytest.mark.parametrize(

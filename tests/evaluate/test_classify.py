@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from softmoe.data import Batch
-from softmoe.evaluate.classify import classification, count, outputs_of
+from softmoe.evaluate.classify import class_count, classification, count
 from softmoe.models import create_model
 from softmoe.models.classification import BINS, Totals
 from softmoe.moe.record import evaluating
@@ -162,7 +162,7 @@ def test_broken_models_and_empty_data():
     with pytest.raises(ValueError, match="nothing to evaluate on"):
         classification(Table(2), [])
     with pytest.raises(ValueError, match="no classification head"):
-        outputs_of(create_model("vit_ti16", num_classes=None, image_size=32, depth=1))
+        class_count(create_model("vit_ti16", num_classes=None, image_size=32, depth=1))
 
 
 def test_evaluation_mode_and_back():

@@ -76,7 +76,7 @@ def train_rank(rank: int, world: int, config: TrainConfig, trouble: str | None =
     if config.precision == "bfloat16":
         machine.bfloat16_works = lambda: True  # the test has asked; this process may have no child to ask with
     if trouble == "read late":
-        step.LATE = ("cpu",)
+        step.ASYNC_DEVICES = ("cpu",)
     if trouble == "quick compiler":
         real = torch.compile
         torch.compile = lambda function, backend: real(function, backend="aot_eager")

@@ -22,11 +22,11 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch):
+def reads_late(monkeypatch: pytest.MonkeyPatch):
     """Call it to make this CPU one that is not waited for."""
 
     def switch() -> None:
-        monkeypatch.setattr(step, "LATE", ("cpu",))
+        monkeypatch.setattr(step, "ASYNC_DEVICES", ("cpu",))
         monkeypatch.setattr(buffers, "ASKED", ())
 
     return switch
@@ -46,20 +46,20 @@ def spoiled_at(config: Any, calls: set[int]):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("bad", [(), (1, 4)], ids=["good", "some bad"])
-def test_the_same_run(make_config, late, case: str, bad: tuple[int, ...]) -> None:
+def test_the_same_run(make_config, reads_late, case: str, bad: tuple[int, ...]) -> None:
     """Weights, moments, averages and metrics of steps read late are those of steps read at once, bit for bit, also
     where some have no finite loss: at the first, and at one that would be saved."""
     changes = {"max_bad_steps": 9, **CASES[case]}
     at_once, behind = make_config(run_name="at_once", **changes), make_config(run_name="behind", **changes)
     train(at_once, objective=spoiled_at(at_once, set(bad)))
-    late()
+    reads_late()
     train(behind, objective=spoiled_at(behind, set(bad)))
     assert_same_run(at_once, behind)
 
 
-def test_a_diverged_run_stops(make_config, late, capfd: pytest.CaptureFixture) -> None:
+def test_a_diverged_run_stops(make_config, reads_late, capfd: pytest.CaptureFixture) -> None:
     """Bad steps are reported by their own numbers, and too many in a row end the run, at most a step later."""
-    late()
+    reads_late()
     config = make_config(steps=40, max_bad_steps=3, **{"checkpoint.every": 4, "log.every": 40})
     with pytest.raises(Diverged, match="3 steps in a row gave no finite loss"):
         train(config, objective=spoiled_at(config, set(range(6, 40))))
@@ -67,9 +67,9 @@ def test_a_diverged_run_stops(make_config, late, capfd: pytest.CaptureFixture) -
     assert [f"step {number}: loss nan" in said for number in (5, 6, 7, 8)] == [False, True, True, True]
 
 
-def test_weights_that_are_not_finite_are_not_saved(make_config, late, capfd: pytest.CaptureFixture) -> None:
+def test_weights_that_are_not_finite_are_not_saved(make_config, reads_late, capfd: pytest.CaptureFixture) -> None:
     """The writer looks at the copies before it writes: a spoiled one is left out, and the run says so."""
-    late()
+    reads_late()
     config = make_config(steps=5, **{"evaluation.every": None})
     real, calls = make_objective(config.objective), [0]
 
