@@ -57,7 +57,7 @@ def in_autocast_dtype(x: Tensor) -> Tensor:
 
 
 class LogitsOnlyMixin:
-    """Overrides of a Soft router that keep only its logits for the backward pass; it stands before the router's class."""
+    """Overrides of a Soft router that keep only its logits for the backward pass, to stand before its class."""
 
     def similarity(self: Any, x_BMD: Tensor) -> Tensor:
         dtype = routing_dtype(x_BMD.dtype)
