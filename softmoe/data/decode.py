@@ -18,7 +18,7 @@ import warnings
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from softmoe.data.files import ByteReader
 from softmoe.data.source import MinSide
@@ -42,15 +42,6 @@ MAX_TABLE = 300_000  # numbers in a table of a TIFF: 65,535 strips of four color
 
 _ORIENTATION = 0x0112  # the EXIF tag
 _SIDEWAYS = (5, 6, 7, 8)  # its values that exchange height and width
-_TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 _TILE_WIDTH, _TILE_HEIGHT = 322, 323  # TIFF tags
 _BYTES = (1, 2, 7)  # TIFF types whose values stay bytes
 _MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd7\xff])")  # of a JPEG segment: neither data, filling nor a restart
@@ -224,7 +215,8 @@ def _decode_pillow(data: bytes, min_side: MinSide, max_pixels: int) -> np.ndarra
         side = _wanted_side(min_side, height, width)
         if side and image.format == "JPEG":
             image.draft(image.mode, (side, side))
-        return to_rgb(image.transpose(_TURNS[orientation]) if orientation in _TURNS else image)
+        upright = ImageOps.exif_transpose(image) if orientation != 1 else image
+        return to_rgb(upright)
 
 
 def _check_tiles(image: Image.Image, max_pixels: int) -> None:
