@@ -172,7 +172,7 @@ def _check_comments(data: bytes) -> None:
 
 def _check_tables(data: bytes) -> None:
     """Lengths of the tables of a TIFF's first picture: Pillow makes an object of each number, and of each strip."""
-    order, wide = ("little" if data[:2] == b"II" else "big"), data[2:4] in (b"+\0", b"\0+")
+    order, wide = ("little" if data[:2] == b"II" else "big"), data[2:3] == b"+"
 
     def number(place: int, size: int) -> int:
         return int.from_bytes(data[place : place + size], order)
@@ -204,7 +204,7 @@ def _decode_simplejpeg(data: bytes, min_side: MinSide, max_pixels: int) -> np.nd
 
 def _decode_pillow(data: bytes, min_side: MinSide, max_pixels: int) -> np.ndarray:
     _check_comments(data)
-    if data[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
+    if data[:2] in (b"II", b"MM"):
         _check_tables(data)
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         _check_size(*image.size, max_pixels)  # before anything asks for more than the header, as EXIF may
