@@ -137,7 +137,9 @@ def kernels(place: Place) -> str:
     return "; ".join(said)
 
 
-def _kernel_error(plain: fastest.Way, kernel: fastest.Way, inputs: list[Tensor], device: torch.device) -> float:
+def _kernel_error(
+    plain: fastest.Implementation, kernel: fastest.Implementation, inputs: list[Tensor], device: torch.device
+) -> float:
     exact, here = ([change(t).requires_grad_() for t in inputs] for change in (Tensor.double, lambda t: t.to(device)))
     right, found = (fastest.outputs_and_gradients(w, tuple(t), True) for w, t in ((plain, exact), (kernel, here)))
     return max(_distance(a.cpu().double(), b) for a, b in zip(found, right, strict=True))

@@ -170,8 +170,10 @@ def finish(result: Result) -> int:
         return exit_code(result)
     step, numbers = folder.chosen_numbers()
     rows = {name: f"{value:.4f}" for name, value in numbers.items()}
-    model, best = write_model(folder), f" of {result.step}, the best on validation images"
-    rows |= {"step": f"{step}{best if step < result.step else ''}", "model": str(model.folder)}
+    model = write_model(folder)
+    chosen = step < result.step and not result.problems  # else an older step is what could be saved
+    best = f" of {result.step}, the best on validation images" if chosen else ""
+    rows |= {"step": f"{step}{best}", "model": str(model.folder)}
     rows |= {"metrics": str(folder.metrics)}
     if folder.evaluation.exists():
         rows["evaluation"] = str(folder.evaluation)

@@ -9,7 +9,7 @@ Where there are many rows they go in two halves: in both passes one half travels
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -98,19 +98,24 @@ def own_slice(whole: Tensor, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
 
 
-def draw_part(experts: Experts, part_of: Callable[[torch.Size], tuple[slice, ...]]) -> dict[str, Tensor]:
-    """Draw first values and keep a part of each parameter: of the shape (N, ...) that `part_of` is given, the slices it
-    returns. Numbers and order are those of `Experts.reset_parameters`; no more than one expert is ever whole."""
+def draw_part(
+    experts: Experts, like: Mapping[str, Tensor], part_of: Callable[[torch.Size], tuple[slice, ...]]
+) -> dict[str, Tensor]:
+    """Draw initial values and keep a part of each parameter.
+
+    `like` has the parameters by name, on the meta device; `part_of` returns the slices to keep of a shape (N, ...).
+    Numbers and order are those of `Experts.reset_parameters`; no more than one expert is ever whole.
+    """
     matrix = partial(xavier_uniform_, fan_in=experts.dim, fan_out=experts.hidden_dim)
     vector = partial(normal_, std=1e-6)
     drawn = 1 if experts.identical_init else experts.num_experts
     kept = {}
     for name, draw in (("w1", matrix), ("b1", vector), ("w2", matrix), ("b2", vector)):
-        like = getattr(experts, name)
-        rows, *rest = part_of(like.shape)
+        whole = like[name]
+        rows, *rest = part_of(whole.shape)
         at_once = drawn if draw is vector else 1  # normal numbers come in sixteens: drawn apart they would be others
-        some = torch.empty(at_once, *like.shape[1:], dtype=like.dtype, device="cpu")
-        mine = kept[name] = torch.empty(like[rows, *rest].shape, dtype=like.dtype, device="cpu")
+        some = torch.empty(at_once, *whole.shape[1:], dtype=whole.dtype, device="cpu")
+        mine = kept[name] = torch.empty(whole[rows, *rest].shape, dtype=whole.dtype, device="cpu")
         for first in range(0, drawn, at_once):
             draw(some)
             if experts.identical_init:

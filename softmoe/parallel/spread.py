@@ -83,21 +83,25 @@ def building(mesh: Mesh, **options: Any) -> Iterator[None]:
     more than one block without its experts, and one expert. Follow with `apply`, with the same options. The same
     numbers are drawn on every rank, as without.
 
-    Experts are made on the meta device and drawn when their layer gets them, expert by expert, each rank keeping its
-    part; that becomes their parameters when the block is spread.
+    Experts are made on the meta device and drawn when the last of their parameters is made, expert by expert, each rank
+    keeping its part; that becomes their parameters when the block is spread.
     """
+    owns = mesh.sizes.expert > 1
 
     def on_meta(part: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if type(part) is not Experts or parameter is None or is_spread(parameter):
             return None
-        return nn.Parameter(torch.empty_like(parameter, device="meta"))
+        empty = nn.Parameter(torch.empty_like(parameter, device="meta"))
+        if name == "b2":
+            if owns:
+                mesh.sizes.check_experts(part.num_experts, part.dim, part.hidden_dim)
+            like = dict(part.named_parameters()) | {name: empty}
+            object.__setattr__(part, "drawn", draw_part(part, like, lambda shape: part_of_experts(shape, mesh)))
+        return empty
 
     def keep_mine(layer: nn.Module, name: str, part: nn.Module | None) -> nn.Module | None:
         if isinstance(layer, MoE) and type(part) is Experts:
-            owns = mesh.sizes.expert > 1
-            if owns:
-                mesh.sizes.check_experts(part.num_experts, part.dim, part.hidden_dim)
-            drawn = draw_part(part, lambda shape: part_of_experts(shape, mesh))
+            drawn = part.__dict__.pop("drawn")
             if isinstance(layer, ExpertsBeside):  # which made the others zero
                 drawn["w2"].zero_()
                 drawn["b2"].zero_()

@@ -322,7 +322,10 @@ def read_tokenizer(folder: Path, values: Mapping[str, Any]) -> TokenizerFile:
         raise ValueError(f"{name!r} is not the name of a tokenizer")
     if type(values["lower"]) is not bool:
         raise ValueError(f"tokenizer.lower must be true or false, got {values['lower']!r}")
-    found = TokenizerFile(name, read_bytes(folder / name), values["lower"])
+    try:
+        found = TokenizerFile(name, read_bytes(folder / name), values["lower"])
+    except ValueError as error:
+        raise ValueError(f"the tokenizer {name} cannot be read: {error}") from error
     if found.facts != FileFacts(values["bytes"], values["sha256"]):
         raise ValueError(f"the tokenizer {name} is not the one the model was saved with")
     return found

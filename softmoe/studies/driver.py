@@ -169,7 +169,7 @@ def conclude(study: ModuleType, lab: Lab, table: Table, claims: list[Claim], fol
 def chosen(cells: list[Cell], only: Sequence[str]) -> list[Cell]:
     """Return the cells with one of these words in a label, all if there are no words; ValueError if there is none."""
     found = [cell for cell in cells if not only or any(w in str(v) for w in only for v in cell.labels.values())]
-    if not found:
+    if only and not found:
         labels = dict.fromkeys(str(value) for cell in cells for value in cell.labels.values())
         raise ValueError(f"no cell has {' or '.join(only)} in a label; labels are {', '.join(labels)}")
     return found

@@ -77,9 +77,8 @@ class Team:
             )
         parallel.check_groups(shape, images // config.accumulate)
         if shape.moe and shape.moe_blocks and self.mesh.sizes.expert > 1:
-            parallel.check_experts(
-                shape.moe.num_experts, shape.width, shape.moe.hidden_dim(shape.mlp_dim), self.mesh.sizes
-            )
+            hidden_dim = shape.moe.hidden_dim(shape.mlp_dim)
+            self.mesh.sizes.check_experts(shape.moe.num_experts, shape.width, hidden_dim)
 
     def spread(
         self, make: Callable[[], VisionTransformer | TwoTower], dtype: torch.dtype | None = None, compile: bool = False

@@ -83,7 +83,7 @@ def test_the_blocks_that_free_most_come_first() -> None:
     ones are, and of those the lowest. Too little room for any choice is said."""
     slots = MoEConfig.of("soft", 8, slots_per_expert=12, expert_dim=16, keep_mlp=True, blocks=(3,))
     config = replace(BASE, depth=6, moe=slots)
-    whole, inside = memory(config, 4).activations, block_bytes(config, 4, 4)
+    whole, inside = memory(config, 4).activations, [kept for _, kept in block_bytes(config, 4, 4)]
     assert blocks_to_recompute(config, 4, 4, whole - 1) == (3,)
     assert blocks_to_recompute(config, 4, 4, whole - inside[3]) == (0, 3)
     with pytest.raises(ValueError, match="even if every block is computed twice, more than the 1e-06 GB"):

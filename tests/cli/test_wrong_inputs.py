@@ -69,8 +69,8 @@ WRONG = [
     ("evaluate saved photos --out photos", "--out photos is a folder; give the name of a new file"),
     ("evaluate saved photos --batch-size 0", "must have at least 1 image, got 0"),
     ("predict saved photos --csv photos/ant/0.jpg", "choose another --csv"),
-    ("predict saved photos --device gpu", "expected auto, cpu, cuda, cuda:1 or mps"),
-    ("predict empty.safetensors photos --mean 0.5 --std 0.5", "empty.safetensors is not a safetensors file"),
+    ("predict saved photos --device gpu", "it is none of auto, cpu, cuda, cuda:1 and mps"),
+    ("predict empty.safetensors photos --mean 0.5 --std 0.5", "empty.safetensors is not a readable safetensors file"),
     ("cost soft_s16_99999999999999999999e", "unknown model 'soft_s16_99999999999999999999e'"),
     ("bench layer --seconds 0", "--seconds must be above 0, got 0"),
 ]

@@ -203,5 +203,5 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "--seeds must be at least 1" in capsys.readouterr().err
     out = tmp_path / "out"
     assert main(["study", "ablations", "--scale", "tiny", "--seeds", "2", "--dry-run", "--out", str(out)]) == 0
-    assert "14 cells, 14 jobs to do" in capsys.readouterr().out
+    assert "16 cells, 16 jobs to do" in capsys.readouterr().out
     assert not out.exists()
