@@ -138,7 +138,8 @@ def evaluation(changes: dict[str, Any], **more: Any) -> list[str]:
     batches_on_device = feed.batches_on_device
     with tempfile.TemporaryDirectory() as folder, fake_cuda() as waits:
         run = make_run(folder, changes, **more)
-        host = patch("softmoe.train.data.fed", fed_from_host), patch("softmoe.evaluate.features.fed", fed_from_host)
+        rooms = ("softmoe.train.data", "softmoe.evaluate.features")
+        host = [patch(f"{room}.batches_on_device", fed_from_host) for room in rooms]
         known = patch("softmoe.models.classification.check_labels"), patch.object(Totals, "numbers", no_numbers)
         with host[0], host[1], known[0], known[1]:  # what labels and counts are is not known here
             waits.clear()
