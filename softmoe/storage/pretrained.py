@@ -74,10 +74,7 @@ def save_pretrained(
     plain = unwrap(model)
     state = plain.state_dict()
     return save_tensors(
-        plain.config,
-        {name: Spec.of(tensor) for name, tensor in state.items()},
-        state.__getitem__,
-        folder,
+        *(plain.config, {name: Spec.of(tensor) for name, tensor in state.items()}, state.__getitem__, folder),
         preprocessing=preprocessing,
         classes=classes,
         provenance=provenance,

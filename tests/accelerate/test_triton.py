@@ -58,7 +58,7 @@ def as_if_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Techniques take tensors of the CPU, and the kernel is always the faster way."""
     monkeypatch.setattr(fastest, "need_triton", lambda model: None)
     monkeypatch.setattr(fastest, "may_use", lambda *tensors: True)
-    monkeypatch.setattr(fastest, "faster", lambda *_: True)
+    monkeypatch.setattr(fastest, "kernel_is_faster", lambda *_: True)
 
 
 def run(way: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
