@@ -133,7 +133,7 @@ class Check:
     said: str
     seconds: float
     what: str = ""
-    """What is checked, in a sentence."""
+    """A sentence that says what is checked."""
 
 
 def facts(device: torch.device) -> dict[str, str]:

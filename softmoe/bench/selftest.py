@@ -229,7 +229,7 @@ def resume(place: Place) -> str:
 
 
 def devices(place: Place) -> str:
-    """The same steps on one CUDA device and on all of this machine: as copies, as shards, and with owned experts."""
+    """Compare steps on all CUDA devices (as copies, as shards, with owned experts) with the same steps on one."""
     count = torch.cuda.device_count() if place.cuda else 1
     if count < 2:
         raise Unsupported("one device is here, so nothing was spread over several")

@@ -43,7 +43,7 @@ class QuickstartArguments:
     runs: Path = Path("runs")
     """Folder for the runs. A quickstart that was stopped goes on from there."""
     seed: int = 0
-    """Of weights and data."""
+    """The seed of weights and data."""
     tiny: bool = False
     """Two steps each, to see that everything works."""
     jobs: int | None = None

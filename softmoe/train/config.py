@@ -164,7 +164,7 @@ class TrainConfig:
     gradient_checkpointing: bool = False
     """Save memory by computing the inside of each block twice."""
     activation_gb: float | None = None
-    """The same for as few blocks as keep the activations of a process within so many GB, the cheapest first."""
+    """Compute as few blocks twice as keep the activations of a process within so many GB, the cheapest first."""
     keep_logits_only: bool = False
     """Save memory in Soft routers by keeping their logits and computing both softmaxes again in the backward pass."""
     max_bad_steps: int = 10
