@@ -47,8 +47,17 @@ class Report:
         """A line for each shape at which a kernel was timed against torch so far: which is used, and both times."""
         return fastest.timings()
 
+    def summary(self) -> str:
+        """Say in one line, for who starts a run, what is on and where to read more."""
+        if not self.on():
+            return "plain torch: nothing that makes it faster is on (softmoe doctor RUN says why)"
+        return (
+            f"faster code for this device is on for: {', '.join(self.on())}; numbers are the same to rounding "
+            "(softmoe doctor RUN says what is off and why, docs/guides/layer.md what this is)"
+        )
+
     def __str__(self) -> str:
-        """One line."""
+        """List in one line what is on, and what is off and why."""
         if turned_off():
             return "accelerate: all off by SOFTMOE_ACCELERATE"
         off = ", ".join(f"{t.name} ({t.why})" for t in self.techniques if not t.on)

@@ -1,6 +1,7 @@
 """`softmoe evaluate`, `predict` and `fewshot`: how good a saved model is, and what it says of images."""
 
 import csv
+import io
 import json
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from softmoe.cli.parse import Printed, check_new, parse, percent_on_terminal, unused
 from softmoe.evaluate import Evaluate, FewShot, Predict
+from softmoe.storage.files import whole_file, write_bytes
 
 if TYPE_CHECKING:
     from softmoe.evaluate import Prediction
@@ -120,19 +122,17 @@ def save_features(path: Path, predictions: "list[Prediction]") -> None:
         raise ValueError(f"{path} was not written: none of the images could be read")
     import numpy as np
 
-    with path.open("wb") as file:  # np.save would add .npy to another name
+    with whole_file(path) as file:  # np.save would add .npy to another name
         np.save(file, np.stack([p.features for p in predictions]))
 
 
 def save_table(path: Path, predictions: "list[Prediction]") -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     places = range(1, 1 + max((len(p.top) for p in predictions), default=0))
-    with path.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
-        rows = csv.writer(file)
-        rows.writerow(["image", *(word for n in places for word in (f"class_{n}", f"probability_{n}"))])
-        rows.writerows(
-            [p.name, *(cell for name, share in p.top for cell in (name, f"{share:.6f}"))] for p in predictions
-        )
+    text = io.StringIO()
+    rows = csv.writer(text)
+    rows.writerow(["image", *(word for n in places for word in (f"class_{n}", f"probability_{n}"))])
+    rows.writerows([p.name, *(cell for name, share in p.top for cell in (name, f"{share:.6f}"))] for p in predictions)
+    write_bytes(path, text.getvalue().encode(errors="backslashreplace"))
 
 
 @dataclass(frozen=True)

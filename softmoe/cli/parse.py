@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hi
 import tyro
 
 from softmoe.machine import use_threads
+from softmoe.storage.files import write_text
 
 if TYPE_CHECKING:
     from softmoe.train import TrainConfig
@@ -40,8 +41,7 @@ class Printed:
     def show(self, report: dict[str, Any], text: str) -> None:
         whole = json.dumps(report, indent=2)
         if self.out:
-            self.out.parent.mkdir(parents=True, exist_ok=True)
-            self.out.write_text(whole + "\n")
+            write_text(self.out, whole + "\n")
         print(whole if self.json else text)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from softmoe.cli.evaluate import measure
 from softmoe.cli.parse import Printed, parse, percent_on_terminal, unused
 from softmoe.evaluate import Retrieve, Search, ZeroShot
+from softmoe.storage.files import write_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +119,7 @@ def train_tokenizer_file(a: TrainTokenizer) -> int:
 
     source = Captioned(open_source(a.data, a.split), a.data)
     tokenizer = train_tokenizer(some_captions(source, a.examples), a.size, a.out.suffix, lower=not a.keep_case)
-    a.out.parent.mkdir(parents=True, exist_ok=True)
-    a.out.write_bytes(tokenizer.data)
+    write_bytes(a.out, tokenizer.data)
     print(f"{tokenizer.size:,} tokens in {a.out}")
     return 0
 

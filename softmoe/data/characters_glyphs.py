@@ -8,11 +8,11 @@ Greek and Cyrillic A, are one class, the first of them.
 from __future__ import annotations
 
 import hashlib
-import os
 import unicodedata
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, features
@@ -20,6 +20,7 @@ from PIL import Image, ImageDraw, ImageFont, features
 from softmoe.data.order import mix64
 from softmoe.data.source import fingerprint
 from softmoe.machine import cache_folder
+from softmoe.storage.files import whole_file
 
 CELL, FILLED = 40, 32  # pixels a side of a bitmap, and of the longer side of the character in its middle
 LEVELS = (CELL, CELL // 2, CELL // 4)  # every bitmap is kept at three sizes, for pictures in which it is small
@@ -90,7 +91,9 @@ def load(fonts: str, classes: int | None) -> Glyphs:
     key = fingerprint(_VERSION, str(features.version("freetype2")), fonts, str(classes), *map(_digest, files))
     kept = cache_folder() / "characters" / f"{key}.npz"
     if not kept.is_file():
-        _save(kept, _make(_faces(tuple(files)), fonts, classes))
+        table: dict[str, Any] = _make(_faces(tuple(files)), fonts, classes)
+        with whole_file(kept) as file:
+            np.savez(file, **table)
     with np.load(kept) as table:
         characters = "".join(map(chr, table["characters"]))
         return Glyphs(characters, table["rows"], table["first"], table["count"], key)
@@ -218,11 +221,3 @@ def _levels(cell: np.ndarray) -> np.ndarray:
 def _half(cell: np.ndarray) -> np.ndarray:
     side = len(cell) // 2
     return cell.reshape(side, 2, side, 2).mean((1, 3)).round()
-
-
-def _save(path: Path, table: dict[str, np.ndarray]) -> None:
-    """Write the file under another name and rename it: another process may look for it now."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{os.getpid()}.{path.name}")
-    np.savez(beside, **table)  # pyright: ignore[reportArgumentType]
-    os.replace(beside, path)

@@ -7,9 +7,9 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import stat
 import tarfile
-import tempfile
 import threading
 import zlib
 from collections.abc import Iterable, Iterator
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from softmoe.machine import cache_folder
+from softmoe.storage.files import whole_file
 
 _UNPACKED_BYTES, _UNPACKED_RATIO = 1_000_000_000, 200  # a .gz may unpack to the larger of so much and so many times it
 _HEADER_BYTES = 16_000_000  # of a tar: long names and the like
@@ -146,25 +147,19 @@ def fetched(address: str) -> Path:
     target = cache_folder() / f"{key}-{place.rsplit('/', 1)[-1]}"
     if target.exists():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{key}-")
-    os.close(handle)
     try:
-        system.get_file(place, temporary)
-        os.replace(temporary, target)
+        with whole_file(target) as copy, system.open(place, "rb") as original:
+            shutil.copyfileobj(original, copy)
     except OSError as error:
         raise ValueError(f"Cannot copy {address} into {target.parent} ({error}).") from error
-    finally:
-        Path(temporary).unlink(missing_ok=True)
     return target
 
 
 def unpacked(path: Path) -> Path:
     """`path` itself, or for a .gz (.tgz) file its uncompressed copy in the cache, made once.
 
-    The copy is written under a temporary name and moved into place, so several processes may ask at once and
-    a killed one leaves nothing that looks finished. Its name holds the size and time of the original: a
-    changed file is a new copy.
+    Several processes may ask at once, and a killed one leaves nothing that looks finished. The name of the copy holds
+    the size and time of the original: a changed file is a new copy.
     """
     if file_size(path) < 0:
         raise ValueError(f"The file {path} cannot be read: it is not a plain file.")
@@ -178,21 +173,16 @@ def unpacked(path: Path) -> Path:
     target = cache_folder() / f"{key}-{stem}"
     if target.exists():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{key}-")
     try:
-        with os.fdopen(handle, "wb") as out, gzip.open(path, "rb") as packed:
+        with whole_file(target) as out, gzip.open(path, "rb") as packed:
             while chunk := packed.read(1 << 20):
                 if out.tell() > max(_UNPACKED_BYTES, _UNPACKED_RATIO * status.st_size):
                     raise zlib.error(f"it unpacks to more than {_UNPACKED_RATIO} times its size")
                 out.write(chunk)
-        os.replace(temporary, target)
     except (OSError, EOFError, zlib.error) as error:
         if isinstance(error, (gzip.BadGzipFile, EOFError, zlib.error)):
             raise ValueError(f"The file {path} is not a whole gzip file ({error}); download it again.") from error
         raise ValueError(
             f"Cannot unpack {path} into {target.parent} ({error}); set SOFTMOE_CACHE to a folder with room."
         ) from error
-    finally:
-        Path(temporary).unlink(missing_ok=True)
     return target

@@ -29,8 +29,6 @@ from softmoe.storage.files import first_line
 logger = logging.getLogger("softmoe.data")
 _SAMPLE = 1000  # the share of broken images is not judged by fewer examples than this (or than there are)
 
-_NICE = 10
-
 
 class WorkerDied(RuntimeError):
     """A data worker was stopped from outside."""
@@ -210,12 +208,7 @@ def _as_is(batch: Any) -> Any:
 
 def _prepare_worker(worker: int) -> None:
     """Ctrl-C reaches every process of the terminal; the main one decides and the workers end with it, silently: the
-    thread that hands over a finished batch may find the other end closed. A killed main process takes them along.
-
-    Workers step aside: where training computes on all cores, one that holds a core holds up the threads of the others.
-    When training waits for them they have the cores to themselves."""
-    if hasattr(os, "nice"):
-        os.nice(_NICE)
+    thread that hands over a finished batch may find the other end closed. A killed main process takes them along."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.excepthook = _except_lost_connection
     threading.Thread(target=_end_with_parent, daemon=True).start()

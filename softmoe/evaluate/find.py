@@ -4,21 +4,18 @@ import glob
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
-from softmoe import __version__
 from softmoe.data import BrokenImage
 from softmoe.data.source import fingerprint
 from softmoe.data.texts import normal_text
 from softmoe.evaluate.api import Search, as_list
 from softmoe.evaluate.features import Progress
 from softmoe.evaluate.inputs import FileSource, find_images
-from softmoe.evaluate.mistakes import data_address
 from softmoe.evaluate.towers import load_towers
+from softmoe.storage.files import write_text
+from softmoe.storage.pages import render, thumbnail
 
 THUMBNAIL = 224
 
@@ -81,29 +78,23 @@ def run_search(options: Search, progress: Progress | None = None) -> Hits:
 
 
 def write_page(found: Hits, path: Path) -> Path:
-    """Write one file that opens from disk. Names and the text may be anybody's: they are escaped."""
-    page = jinja2.Environment(autoescape=True).from_string(
-        files("softmoe.evaluate").joinpath("search.html").read_text(encoding="utf-8")
-    )
+    """Write one file that opens from disk."""
     shown = [
         {
             "name": hit.path.name,
             "address": hit.path.as_uri(),
             "score": f"{hit.score:.3f}",
-            "picture": thumbnail(hit.path),
+            "picture": picture_of(hit.path),
         }
         for hit in found.hits
     ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = page.render(query=found.query, images=found.images, hits=shown, version=__version__)
-    path.write_text(text, encoding="utf-8", errors="replace")
-    return path
+    text = render("softmoe.evaluate", "search.html", query=found.query, images=found.images, hits=shown)
+    return write_text(path, text)
 
 
-def thumbnail(path: Path) -> str:
-    """A small JPEG as a data address; empty if the file went away meanwhile."""
+def picture_of(path: Path) -> str:
+    """Return a small JPEG as a data address; empty if the file went away meanwhile."""
     try:
-        pixels = FileSource([path]).read(0, THUMBNAIL).image
+        return thumbnail(FileSource([path]).read(0, THUMBNAIL).image, THUMBNAIL)
     except BrokenImage:
         return ""
-    return data_address(pixels, THUMBNAIL)

@@ -49,8 +49,10 @@ def open_model(where: str | Path) -> SavedModel:
     """Open the saved model that a user names, and say so if it is the checkpoint of a run that has not ended."""
     saved = open_saved(where)
     if saved.folder.parent.name == "checkpoints" and saved.folder != Path(where).expanduser():
-        step = saved.provenance.get("step")
-        logger.warning("softmoe: the run %s is not finished: this is its checkpoint of step %s", where, step)
+        step, steps = saved.provenance["step"], read_json(saved.folder / "state.json")["config"]["steps"]
+        if step < steps:
+            told = "softmoe: the run %s is not finished: this is its checkpoint of step %s of %s"
+            logger.warning(told, where, step, steps)
     return saved
 
 

@@ -3,21 +3,17 @@
 Letters: B images, C classes.
 """
 
-import base64
 import heapq
-import io
 from collections import Counter
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from PIL import Image
 from torch import Tensor
 
-from softmoe import __version__
 from softmoe.data import BrokenImage, Source
+from softmoe.storage.files import write_text
+from softmoe.storage.pages import render, thumbnail
 
 WORST = 16  # images
 SHOWN = 24  # classes of the picture
@@ -68,23 +64,16 @@ def picture(source: Source, index: int) -> tuple[str, str]:
         example = source.read(index, THUMBNAIL)
     except BrokenImage as error:
         return str(error), ""
-    return example.name or f"image {index}", data_address(example.image, THUMBNAIL)
-
-
-def data_address(pixels: Any, side: int) -> str:
-    """Return an image, made small, as the address of a JPEG that is the address itself."""
-    small = Image.fromarray(pixels)
-    small.thumbnail((side, side))
-    buffer = io.BytesIO()
-    small.save(buffer, "JPEG", quality=85)
-    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return example.name or f"image {index}", thumbnail(example.image, THUMBNAIL)
 
 
 def mistakes_section(report: dict[str, Any]) -> str:
     """Return HTML for a page: the picture of confusions, the table of classes, the worst images. Names are escaped."""
     rows = sorted(report["classes"], key=lambda row: row["right"] / row["images"] if row["images"] else 2.0)
     wrong = [row for row in report.get("confusions", []) if row["class"] != row["predicted"]]
-    return _template("mistakes.html").render(
+    return render(
+        "softmoe.evaluate",
+        "mistakes.html",
         picture=confusion_picture(report),
         shown=min(SHOWN, len(rows)),
         classes=rows,
@@ -95,12 +84,8 @@ def mistakes_section(report: dict[str, Any]) -> str:
 
 def write_page(report: dict[str, Any], path: Path, title: str) -> Path:
     """Write one file that opens from disk: the numbers, the confusions, the classes and the worst images."""
-    text = _template("evaluation.html").render(
-        title=title, report=report, section=mistakes_section(report), version=__version__
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8", errors="replace")
-    return path
+    section = mistakes_section(report)
+    return write_text(path, render("softmoe.evaluate", "evaluation.html", title=title, report=report, section=section))
 
 
 def confusion_picture(report: dict[str, Any]) -> str:
@@ -133,15 +118,9 @@ def confusion_picture(report: dict[str, Any]) -> str:
         if (images := counts.get((label, predicted), 0))
     ]
     labels = [{"at": margin + CELL * (i + 0.5), "name": _short(name)} for i, name in enumerate(shown)]
-    return _template("confusions.svg").render(
-        cells=cells, labels=labels, margin=margin, cell=CELL, side=margin + CELL * len(shown) + 2
-    )
+    sizes = {"margin": margin, "cell": CELL, "side": margin + CELL * len(shown) + 2}
+    return render("softmoe.evaluate", "confusions.svg", cells=cells, labels=labels, **sizes)
 
 
 def _short(name: str) -> str:
     return name if len(name) <= LONGEST else name[: LONGEST - 1] + "…"
-
-
-def _template(name: str) -> jinja2.Template:
-    text = files("softmoe.evaluate").joinpath(name).read_text(encoding="utf-8")
-    return jinja2.Environment(autoescape=True).from_string(text)

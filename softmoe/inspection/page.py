@@ -9,7 +9,6 @@ are put in place as text; a content policy lets no script run but the page's own
 
 import base64
 import hashlib
-import io
 import json
 import zlib
 from collections.abc import Sequence
@@ -17,17 +16,16 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 import torch
 from markupsafe import Markup
-from PIL import Image
 
 from softmoe import __version__
 from softmoe.budget.report import aligned
 from softmoe.inspection import plots
-from softmoe.inspection.collect import FINEST, Inspection, Sample, Steps, Weights, WeightTable, layer_label
+from softmoe.inspection.collect import FINEST, Inspection, Steps, Weights, WeightTable, layer_label
 from softmoe.storage.files import write_text
+from softmoe.storage.pages import data_address, render, thumbnail
 
 PAGE = 4_700_000  # bytes for weights, pictures and figures; weights are as fine as fits, so a page stays below 5 MB
 LEVELS = (FINEST, 127, 63, 31, 15)
@@ -101,8 +99,9 @@ def write_page(
     script, style = (room.joinpath(name).read_text("utf-8") for name in ("page.js", "page.css"))
     assert "</" not in script
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    page = jinja2.Environment(autoescape=True).from_string(room.joinpath("page.html").read_text("utf-8"))
-    text = page.render(
+    text = render(
+        "softmoe.inspection",
+        "page.html",
         title=title,
         lead=lead,
         script=Markup(script),
@@ -112,10 +111,9 @@ def write_page(
         tables=[{"name": m.name, "header": header(m), "lines": layer_lines(m)} for m in models],
         notes=NOTES,
         figures=[
-            {"name": m.name, "pictures": [{"caption": c, "source": data_uri(png, "image/png")} for c, png in pictures]}
+            {"name": m.name, "pictures": [{"caption": c, "source": data_address(png)} for c, png in pictures]}
             for m, pictures in zip(models, figures, strict=False)
         ],
-        version=__version__,
     )
     return write_text(path, text)
 
@@ -123,7 +121,8 @@ def write_page(
 def page_data(models: Sequence[Inspection], spent: int = 0) -> dict[str, Any]:
     """Collect what the script works on. Pictures that two models share are kept once. `spent` is what figures take."""
     pictures: dict[str, int] = {}
-    shown = [[pictures.setdefault(thumbnail(s), len(pictures)) for s in model.samples] for model in models]
+    drawn = [[thumbnail(s.pixels, THUMBNAIL, keep_pixels=True) for s in model.samples] for model in models]
+    shown = [[pictures.setdefault(picture, len(pictures)) for picture in part] for part in drawn]
     packed = pack_all(models, PAGE - spent - sum(map(len, pictures)))
     return {
         "models": [model_data(*one) for one in zip(models, shown, packed, strict=True)],
@@ -190,21 +189,6 @@ def pack_table(table: WeightTable) -> dict[str, Any]:
     }
 
 
-def thumbnail(sample: Sample) -> str:
-    picture = Image.fromarray(sample.pixels)
-    picture.thumbnail((THUMBNAIL, THUMBNAIL))
-    buffer = io.BytesIO()
-    if max(picture.size) < 96:  # small pictures are pixels to be seen as they are
-        picture.save(buffer, "PNG", optimize=True)
-        return data_uri(buffer.getvalue(), "image/png")
-    picture.save(buffer, "JPEG", quality=85)
-    return data_uri(buffer.getvalue(), "image/jpeg")
-
-
-def data_uri(content: bytes, kind: str) -> str:
-    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
-
-
 def safe_json(value: Any) -> str:
     """JSON that may stand inside a script element: no "<", so nothing in it can end the element."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
@@ -233,8 +217,9 @@ def columns(model: Inspection) -> list[tuple[str, Any, str]]:
     return [*(DENSE if "dense" in kinds else ()), *(SPARSE if "sparse" in kinds else ())]
 
 
-def number_cell(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def number_cell(value: float | None, form: str, factor: float = 1.0) -> str:
+    """Format a number for a table; a dash where there is none."""
+    return "-" if value is None else format(value * factor, form)
 
 
 def layers_text(model: Inspection) -> str:

@@ -7,24 +7,22 @@ other commands left in a run's folder (`softmoe train` leaves the mistakes):
     softmoe inspect RUN DATA
 """
 
-import base64
 import io
-import json
 from dataclasses import dataclass, replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
-from softmoe import __version__
 from softmoe.budget import cost
 from softmoe.budget.report import aligned
 from softmoe.evaluate.mistakes import mistakes_section
+from softmoe.inspection.page import number_cell
 from softmoe.inspection.plots import legend, pyplot
 from softmoe.models import ViTConfig
 from softmoe.moe import SoftConfig
-from softmoe.storage.files import flatten, read_json
+from softmoe.storage.files import flatten, read_json, write_text
+from softmoe.storage.pages import data_address, render
 from softmoe.train import TrainConfig
 from softmoe.train.log import scan_metrics
 
@@ -160,10 +158,10 @@ def write_report(
 ) -> Path:
     """Write the page. Without a `lead` it begins with what slots and experts give; `figures` are (title, drawing) pairs
     to stand first. Names come from files: all are escaped."""
-    template = files("softmoe.report").joinpath("page.html").read_text("utf-8")
-    page = jinja2.Environment(autoescape=True).from_string(template)
     health = [(run.name, router_health(run)) for run in runs]
-    text = page.render(
+    text = render(
+        "softmoe.report",
+        "page.html",
         title=title or "Runs: " + ", ".join(run.name for run in runs),
         lead=lead or gains(runs),
         names=[run.name for run in runs],
@@ -176,11 +174,8 @@ def write_report(
         mistakes=[(run.name, section) for run in runs if (section := mistakes_of(run))],
         inside=[(run.name, found) for run in runs if (found := inspection_figures(run))],
         folders=[(run.name, str(run.folder)) for run in runs],
-        version=__version__,
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    return path
+    return write_text(path, text)
 
 
 def gains(runs: list[RunRecord]) -> list[str]:
@@ -249,10 +244,6 @@ def summary_table(runs: list[RunRecord]) -> list[tuple[str, ...]]:
     return lines
 
 
-def number_cell(value: float | None, form: str, factor: float = 1.0) -> str:
-    return "-" if value is None else format(value * factor, form)
-
-
 def differences(runs: list[RunRecord]) -> list[tuple[str, ...]]:
     """List the settings in which the runs differ: a line per key, a column per run; a dash where it has no such key."""
     settings = [flatten(run.config.to_dict()) for run in runs]
@@ -284,23 +275,21 @@ def fewshot_table(runs: list[RunRecord]) -> list[tuple[str, ...]]:
 def accuracies(path: Path) -> dict[tuple[str, str], float]:
     """Read {(data set, shots): mean accuracy over the seeds}; empty where there is no such file, or it is another's."""
     try:
-        by_data: dict[str, Any] = json.loads(path.read_text())["fewshot"]["accuracies"]
+        by_data: dict[str, Any] = read_json(path)["fewshot"]["accuracies"]
         return {(n, shots): sum(values) / len(values) for n, by in by_data.items() for shots, values in by.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
+    except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
         return {}
 
 
 def mistakes_of(run: RunRecord) -> str:
     """Return the confusions, classes and worst images of a run from its evaluation.json; empty where there is none."""
     try:
-        return mistakes_section(json.loads((run.folder / "evaluation.json").read_text()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, jinja2.TemplateError):
+        return mistakes_section(read_json(run.folder / "evaluation.json"))
+    except (ValueError, KeyError, TypeError, AttributeError, jinja2.TemplateError):
         return ""
 
 
 def inspection_figures(run: RunRecord) -> list[tuple[str, str]]:
     """List (name, data URI) of each PNG in the run's figures/."""
     paths = sorted((run.folder / "figures").glob("*.png"))
-    return [
-        (p.stem.replace("_", " "), f"data:image/png;base64,{base64.b64encode(p.read_bytes()).decode()}") for p in paths
-    ]
+    return [(path.stem.replace("_", " "), data_address(path.read_bytes())) for path in paths]

@@ -242,7 +242,7 @@ def build(
     report = accelerate.apply(model, optimizer)
     if config.keep_logits_only:
         keep_logits_only(model)
-    progress.report(str(report))
+    progress.report(report.summary())
     objective = objective or default_objective(config, data, device)
     return Run(
         config=config,

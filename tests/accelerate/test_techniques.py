@@ -58,6 +58,7 @@ def test_the_report_names_every_technique() -> None:
     assert report.to_dict()["optimizer"] == "off: no optimizer with moments in bfloat16"
     assert str(report).startswith("accelerate: activation, attention, buffers, experts")
     assert "\n" not in str(report)
+    assert report.summary().startswith("faster code for this device is on for: activation, attention, buffers, experts")
     alone = accelerate.apply(nn.Linear(2, 2)).to_dict()
     assert alone["experts"] == "off: no experts in this model"
     assert alone["buffers"] == "off: no optimizer was given"
@@ -72,6 +73,7 @@ def test_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     report = accelerate.apply(model, optimizer)
     assert report.on() == []
     assert str(report) == "accelerate: all off by SOFTMOE_ACCELERATE"
+    assert report.summary().startswith("plain torch: ")
     assert [type(module) for module in model.modules()] == kinds
     assert buffers.GradientBuffers.of(optimizer) is None
 

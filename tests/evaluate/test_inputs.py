@@ -21,6 +21,7 @@ from softmoe.evaluate.inputs import (
 )
 from softmoe.models import create_model
 from softmoe.storage import Preprocessing, open_saved
+from softmoe.storage.files import write_json
 
 
 class Source:
@@ -148,12 +149,17 @@ def test_brackets_in_a_name(tmp_path):
 
 
 def test_an_unfinished_run_is_told(tmp_path, monkeypatch, caplog):
-    """Who asks a run that has no exported model yet hears that a checkpoint answers; who names the checkpoint knows."""
+    """Who asks a run that has no exported model yet hears that a checkpoint answers; who names the checkpoint knows. A
+    run that is done, such as those of a study, is not called unfinished."""
     folder = tmp_path / "run" / "checkpoints" / "last"
+    write_json(folder / "state.json", {"config": {"steps": 41}})
     saved = replace(open_saved(two_towers.save(tmp_path / "model")), folder=folder, provenance={"step": 40})
     monkeypatch.setattr(inputs, "open_saved", lambda where: saved)
     inputs.open_model(tmp_path / "run")
-    assert "not finished: this is its checkpoint of step 40" in caplog.text
+    assert "not finished: this is its checkpoint of step 40 of 41" in caplog.text
     caplog.clear()
     inputs.open_model(folder)
+    assert not caplog.text
+    write_json(folder / "state.json", {"config": {"steps": 40}})
+    inputs.open_model(tmp_path / "run")
     assert not caplog.text
