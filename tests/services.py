@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from softmoe.data.decoders import Decoders
-from softmoe.inference.service import Limits, Service
+from softmoe.inference.batching import Limits
+from softmoe.inference.service import Service
 from softmoe.inference.serving import Server
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from softmoe.cli.parse import parse
 from softmoe.evaluate.api import OthersWeights
+from softmoe.inference.batching import Limits
 from softmoe.machine import Precision
 
 
@@ -77,7 +78,7 @@ def upload_command(argv: list[str]) -> int:
 
 
 @dataclass(frozen=True)
-class ServeArguments(OthersWeights):
+class ServeArguments(Limits, OthersWeights):
     """Answer images sent over HTTP with their classes (POST /classify) or embeddings (POST /embed)."""
 
     model: str
@@ -90,28 +91,8 @@ class ServeArguments(OthersWeights):
     """How experts are stored; mapped: left in their file, for models larger than the memory."""
     top: int = 5
     """Classes in an answer."""
-    max_batch: int = 8
-    """Images that are answered together."""
-    max_wait_ms: float = 5.0
-    """How long a batch waits for others to fill it."""
-    max_waiting: int | None = None
-    """Requests that may wait, beyond which the answer is 503; four batches if not given."""
-    max_bytes: int = 10_000_000
-    """Largest request."""
-    max_held_bytes: int = 64_000_000
-    """Bytes of all requests that are not decoded yet; beyond it the largest that still come are given up (408, 503)."""
     max_pixels: int = 50_000_000
     """Largest image."""
-    max_connections: int = 512
-    """Connections, or fewer if the limit of open files is low; the longest idle one makes room for a new one."""
-    timeout: float = 30.0
-    """Seconds for a request."""
-    header_seconds: float = 10.0
-    """Seconds for the headers of a request; then 408."""
-    body_idle_seconds: float = 5.0
-    """Seconds between two pieces of a body; then 408."""
-    keep_alive_seconds: float = 15.0
-    """Seconds that a connection is kept without a request."""
     decoders: int = 2
     """Processes that decode images."""
     decode_seconds: float = 5.0
@@ -131,21 +112,9 @@ def serve_command(argv: list[str]) -> int:
     from softmoe.data.decoders import Decoders, pixel_reader
     from softmoe.evaluate import load
     from softmoe.evaluate.classify import Predictor
-    from softmoe.inference.service import Limits, Service
+    from softmoe.inference.service import Service
     from softmoe.inference.serving import serve
 
-    limits = Limits(
-        max_batch=a.max_batch,
-        max_wait=a.max_wait_ms / 1e3,
-        max_waiting=4 * a.max_batch if a.max_waiting is None else a.max_waiting,
-        max_bytes=a.max_bytes,
-        max_held_bytes=a.max_held_bytes,
-        timeout=a.timeout,
-        body_idle=a.body_idle_seconds,
-        header=a.header_seconds,
-        keep_alive=a.keep_alive_seconds,
-        connections=a.max_connections,
-    )
     loaded = load(
         a.model, device=a.device, image_size=a.image_size, weights=a.weights, precision=a.precision, told=a.told
     )
@@ -158,6 +127,6 @@ def serve_command(argv: list[str]) -> int:
     if not predictor.names:
         del show["classify"]
     about = {"model": loaded.saved.folder.name, "fingerprint": loaded.saved.fingerprint, "weights": a.weights}
-    service = Service(decoders, predictor.predict_pixels, show, about=about, limits=limits)
+    service = Service(decoders, predictor.predict_pixels, show, about=about, limits=a)
     serve(service, a.host, a.port, lambda address: print(f"serving {a.model} at {address}", flush=True))
     return 0

@@ -9,12 +9,51 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)  # upper ends of the histogram
-
+ENDING = 2.5  # seconds that requests under way have when the service is told to end
 Question = TypeVar("Question")
 Reply = TypeVar("Reply")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The bounds of a service on number, size and time."""
+
+    max_batch: int = 8
+    """Images that are answered together."""
+    max_wait_ms: float = 5.0
+    """How long a batch waits for others to fill it."""
+    max_waiting: int | None = None
+    """Requests that may wait, beyond which the answer is 503; four batches if not given."""
+    max_bytes: int = 10_000_000
+    """Largest request."""
+    max_held_bytes: int = 64_000_000
+    """Bytes of all requests that are not decoded yet; beyond it the largest that still come are given up (408, 503)."""
+    max_connections: int = 512
+    """Connections, or fewer if the limit of open files is low; the longest idle one makes room for a new one."""
+    timeout: float = 30.0
+    """Seconds for a request."""
+    header_seconds: float = 10.0
+    """Seconds for the headers of a request; then 408."""
+    body_idle_seconds: float = 5.0
+    """Seconds between two pieces of a body; then 408."""
+    keep_alive_seconds: float = 15.0
+    """Seconds that a connection is kept without a request."""
+
+    @property
+    def most_waiting(self) -> int:
+        return 4 * self.max_batch if self.max_waiting is None else self.max_waiting
+
+    def __post_init__(self) -> None:
+        for field in fields(Limits):
+            value = getattr(self, field.name)
+            if value is not None and (value < 0 if field.name == "max_wait_ms" else value <= 0):
+                raise ValueError(f"{field.name} must be above 0, got {value}")
+        if self.max_held_bytes < self.max_bytes:
+            raise ValueError(f"max_held_bytes must be at least max_bytes, got {self.max_held_bytes}, {self.max_bytes}")
 
 
 class Overloaded(Exception):
@@ -26,23 +65,10 @@ class Closed(Exception):
 
 
 class Batcher(Generic[Question, Reply]):
-    """One thread calls `answer` with up to `max_batch` questions; it returns as many replies."""
+    """One thread calls `answer` with up to a full batch of questions; it returns as many replies."""
 
-    def __init__(
-        self,
-        answer: Callable[[list[Question]], Sequence[Reply]],
-        *,
-        max_batch: int,
-        max_wait: float,
-        max_waiting: int,
-    ):
-        for name, value in {"max_batch": max_batch, "max_waiting": max_waiting}.items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if max_wait < 0:
-            raise ValueError(f"max_wait must not be negative, got {max_wait}")
-        self.answer = answer
-        self.max_batch, self.max_wait, self.max_waiting = max_batch, max_wait, max_waiting
+    def __init__(self, answer: Callable[[list[Question]], Sequence[Reply]], limits: Limits):
+        self.answer, self.limits = answer, limits
         self.batches, self.images = 0, 0
         self._waiting: deque[tuple[Question, Future[Reply]]] = deque()
         self._changed = threading.Condition()
@@ -60,9 +86,9 @@ class Batcher(Generic[Question, Reply]):
         with self._changed:
             if self._closed:
                 raise Closed
-            if len(self._waiting) >= self.max_waiting:
+            if len(self._waiting) >= self.limits.most_waiting:
                 self._waiting = deque(pair for pair in self._waiting if not pair[1].cancelled())
-            if len(self._waiting) >= self.max_waiting:
+            if len(self._waiting) >= self.limits.most_waiting:
                 raise Overloaded
             self._waiting.append((question, future))
             self._changed.notify()
@@ -100,12 +126,12 @@ class Batcher(Generic[Question, Reply]):
                     if self._closed:
                         return []
                     self._changed.wait()
-                until = time.monotonic() + self.max_wait
-                while len(self._waiting) < self.max_batch and not self._closed:
+                until = time.monotonic() + self.limits.max_wait_ms / 1e3
+                while len(self._waiting) < self.limits.max_batch and not self._closed:
                     if (left := until - time.monotonic()) <= 0:
                         break
                     self._changed.wait(left)
-                while self._waiting and len(batch) < self.max_batch:
+                while self._waiting and len(batch) < self.limits.max_batch:
                     question, future = self._waiting.popleft()
                     if future.set_running_or_notify_cancel():
                         batch.append((question, future))

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from softmoe.inference.prepare import prepare
+from softmoe.inference.prepared import prepare
 from softmoe.storage.files import write_json, write_text
 from softmoe.storage.saved import Preprocessing
 

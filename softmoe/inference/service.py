@@ -16,11 +16,10 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Protocol
 
-from softmoe.inference.batching import Batcher, Closed, Metrics, Overloaded
+from softmoe.inference.batching import ENDING, Batcher, Closed, Limits, Metrics, Overloaded
 
 try:
     import python_multipart  # noqa: F401  # used by the decoders
@@ -31,41 +30,6 @@ try:
     from starlette.routing import Route
 except ImportError as error:
     raise ValueError(f"the service needs {error.name}: pip install 'softmoe-vit[serve]'") from error
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bounds of the service on number, size and time; times are in seconds."""
-
-    max_batch: int = 8
-    max_wait: float = 0.005
-    """Time that a batch waits for others to fill it."""
-    max_waiting: int = 32
-    """Requests that may wait; further ones get 503."""
-    max_bytes: int = 10_000_000
-    """Bytes that one request may have."""
-    max_held_bytes: int = 64_000_000
-    """Bytes of all requests that have come, wholly or in part, and are not decoded yet."""
-    timeout: float = 30.0
-    """Time of a request, from its headers to its answer."""
-    body_idle: float = 5.0
-    """Time between two pieces of a body."""
-    header: float = 10.0
-    """Time for the headers of a request."""
-    keep_alive: float = 15.0
-    """Time that a connection may be kept without a request."""
-    connections: int = 512
-    ending: float = 2.5
-    """Time that requests under way have when the service is told to end."""
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            if getattr(self, field.name) <= 0 and field.name != "max_wait":
-                raise ValueError(f"{field.name} must be above 0, got {getattr(self, field.name)}")
-        if self.max_wait < 0:
-            raise ValueError(f"max_wait must not be negative, got {self.max_wait}")
-        if self.max_held_bytes < self.max_bytes:
-            raise ValueError(f"max_held_bytes must be at least max_bytes, got {self.max_held_bytes}, {self.max_bytes}")
 
 
 class Refused(Exception):
@@ -111,9 +75,7 @@ class Service:
         self._complete = 0  # bytes of bodies that wait to be decoded
         self._arriving: dict[asyncio.Timeout, int] = {}  # bytes of bodies that still come
         self._under_way: set[asyncio.Timeout] = set()
-        self.batcher = Batcher(
-            ask, max_batch=limits.max_batch, max_wait=limits.max_wait, max_waiting=limits.max_waiting
-        )
+        self.batcher = Batcher(ask, limits)
         # a request's name is its route's: neither its path nor its Host header, which a stranger chooses
         routes = [Route(f"/{name}", partial(self._answer, name), methods=["POST"], name=name) for name in show]
         routes += [Route("/health", self._health), Route("/metrics", self._metrics)]
@@ -145,7 +107,7 @@ class Service:
     def end(self) -> None:
         """Give the requests under way a moment to be answered, before `close`."""
         self.ending = True
-        at = asyncio.get_running_loop().time() + self.limits.ending
+        at = asyncio.get_running_loop().time() + ENDING
         for limit in self._under_way:
             if not limit.expired():
                 limit.reschedule(min(at, limit.when() or at))
@@ -208,7 +170,7 @@ class Service:
         """
         if self.ending:
             raise Refused(503, "the service is ending")
-        if self.present < self.limits.max_waiting + self.limits.max_batch:
+        if self.present < self.limits.most_waiting + self.limits.max_batch:
             return None
         counts = Counter(self._places.values())
         greediest, most = counts.most_common(1)[0]
@@ -236,7 +198,7 @@ class Service:
         """
         self._check_length(request.headers)
         body = bytearray()
-        limit = asyncio.timeout(self.limits.body_idle)
+        limit = asyncio.timeout(self.limits.body_idle_seconds)
         complete = 0
         try:
             async with limit:
@@ -244,11 +206,11 @@ class Service:
                 async for chunk in request.stream():
                     self._make_room(len(chunk), limit)
                     body += chunk
-                    limit.reschedule(asyncio.get_running_loop().time() + self.limits.body_idle)
+                    limit.reschedule(asyncio.get_running_loop().time() + self.limits.body_idle_seconds)
             complete = self._arriving.pop(limit)
             self._complete += complete
         except TimeoutError as error:
-            idle = f"no more of the image came within {self.limits.body_idle:g} seconds"
+            idle = f"no more of the image came within {self.limits.body_idle_seconds:g} seconds"
             raise Refused(
                 408, idle if limit in self._arriving else "the image came too slowly for a busy service"
             ) from error

@@ -22,7 +22,8 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any
 
-from softmoe.inference.service import Limits, Service
+from softmoe.inference.batching import ENDING, Limits
+from softmoe.inference.service import Service
 
 try:
     import uvicorn
@@ -52,8 +53,8 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
         transport.max_size = _READ_SIZE  # pyright: ignore[reportAttributeAccessIssue]
-        self._expire_after(self.limits.header)
-        if len(self.connections) > self.limits.connections:
+        self._expire_after(self.limits.header_seconds)
+        if len(self.connections) > self.limits.max_connections:
             others: list[Any] = [c for c in self.connections if c is not self and not c.answering]  # pyright: ignore[reportAttributeAccessIssue]
             min(others, key=lambda c: c._since, default=self).give_up(503, "too many connections: try again later")
 
@@ -65,11 +66,11 @@ class Connection(H11Protocol):
         super().handle_events()
         if not self.answering and self.cycle is not None and not self.cycle.response_complete:
             self.answering = True
-            self._expire_after(self.limits.timeout + self.limits.header)
+            self._expire_after(self.limits.timeout + self.limits.header_seconds)
 
     def on_response_complete(self) -> None:
         self.began = self.answering = False
-        self._expire_after(self.limits.keep_alive + self.limits.header)
+        self._expire_after(self.limits.keep_alive_seconds + self.limits.header_seconds)
         super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -103,7 +104,7 @@ class Connection(H11Protocol):
         if self.answering or not self.began:
             self.transport.abort()
         else:
-            self.give_up(408, f"no whole request came within {self.limits.header:g} seconds")
+            self.give_up(408, f"no whole request came within {self.limits.header_seconds:g} seconds")
 
 
 class Server(uvicorn.Server):
@@ -111,7 +112,7 @@ class Server(uvicorn.Server):
     process ends, were even the event loop stuck."""
 
     def __init__(self, service: Service):
-        limits = replace(service.limits, connections=possible_connections(service.limits.connections))
+        limits = replace(service.limits, max_connections=possible_connections(service.limits.max_connections))
         config = uvicorn.Config(
             service.app,
             http=functools.partial(Connection, limits=limits),  # pyright: ignore[reportArgumentType]
@@ -121,12 +122,12 @@ class Server(uvicorn.Server):
             access_log=False,
             backlog=BACKLOG,
             h11_max_incomplete_event_size=_HEADER_BYTES,
-            timeout_graceful_shutdown=int(limits.ending) + 1,
-            timeout_keep_alive=max(1, int(limits.keep_alive)),
+            timeout_graceful_shutdown=int(ENDING) + 1,
+            timeout_keep_alive=max(1, int(limits.keep_alive_seconds)),
         )
         super().__init__(config)
         self.service = service
-        self.deadline = threading.Timer(limits.ending + _CLOSING, exit_now, [service])
+        self.deadline = threading.Timer(ENDING + _CLOSING, exit_now, [service])
         self.deadline.daemon = True
         self._silent_until = 0.0
 

@@ -59,7 +59,7 @@ def token_and_expert_shares(model: Inspection) -> Any | None:
     layers = of_kind(model, "dense")
     if not layers:
         return None
-    figure, (left, middle, right) = pyplot().subplots(1, 3, figsize=(13, 3.9), layout="constrained")
+    figure, ((left, middle, right),) = panels(1, 3, 13 / 3, 3.9)
     colors = shades(len(layers))
     for color, (name, r) in zip(colors, layers.items(), strict=True):
         mass = r["token_mass"]
@@ -135,9 +135,7 @@ def slot_images(model: Inspection) -> Any | None:
     sample = model.samples[0]
     rows = len(sample.weights)
     columns = 1 + min(SLOT_IMAGES, *(w.dispatch.rest_MS.codes.shape[1] for w in sample.weights.values()))
-    figure, axes = pyplot().subplots(
-        rows, columns, figsize=(1.35 * columns, 1.5 * rows), squeeze=False, layout="constrained"
-    )
+    figure, axes = panels(rows, columns, 1.35, 1.5)
     for line, (name, weights) in zip(axes, sample.weights.items(), strict=True):
         dispatch_MS = weights.dispatch_MS()
         line[0].imshow(sample.pixels)
@@ -190,7 +188,7 @@ def dropping(model: Inspection) -> Any | None:
     layers = of_kind(model, "sparse")
     if not layers:
         return None
-    figure, (left, right) = pyplot().subplots(1, 2, figsize=(10, 3.4), layout="constrained")
+    figure, ((left, right),) = panels(1, 2, 5.0, 3.4)
     left.bar([layer_label(name) for name in layers], [100 * r["dropped"] for r in layers.values()], color="#0b6e99")
     left.set(ylabel="tokens dropped (%)")
     left.tick_params(axis="x", rotation=60 if len(layers) > 6 else 0, labelsize=8)
@@ -245,9 +243,7 @@ def grid(count: int, width: float, height: float) -> tuple[Any, list[Any]]:
     """Make axes for `count` layers, up to six in a row; spare ones are hidden."""
     columns = min(count, 6)
     rows = -(-count // columns)
-    figure, axes = pyplot().subplots(
-        rows, columns, figsize=(width * columns, height * rows), squeeze=False, layout="constrained"
-    )
+    figure, axes = panels(rows, columns, width, height)
     flat = list(axes.flat)
     for axis in flat[count:]:
         axis.set_visible(False)
@@ -258,9 +254,21 @@ def shades(count: int) -> list[Any]:
     return list(pyplot().get_cmap("viridis")(np.linspace(0, 0.9, count)))
 
 
+def panels(rows: int, columns: int, width: float = 4.4, height: float = 3.5) -> tuple[Any, Any]:
+    """Make a figure and its (rows, columns) axes, each so many inches wide and high."""
+    size = (width * columns, height * rows)
+    return pyplot().subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+
+
 def plain(axis: Any) -> None:
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
+
+
+def finish(axis: Any, x_label: str, y_label: str) -> None:
+    """Name the two axes of a panel, and take the frame away."""
+    axis.set(xlabel=x_label, ylabel=y_label)
+    plain(axis)
 
 
 def fewer_colors(png: bytes) -> bytes:

@@ -18,7 +18,7 @@ from softmoe.budget import cost
 from softmoe.budget.report import aligned
 from softmoe.evaluate.mistakes import mistakes_section
 from softmoe.inspection.page import number_cell
-from softmoe.inspection.plots import legend, pyplot
+from softmoe.inspection.plots import finish, legend, panels, pyplot
 from softmoe.models import ViTConfig
 from softmoe.moe import SoftConfig
 from softmoe.storage.files import flatten, read_json, write_text
@@ -84,13 +84,13 @@ def load_run(folder: Path | str) -> RunRecord:
 
 def comparison(runs: list[RunRecord]) -> Any:
     """Draw validation accuracy against computation and against time, and training loss against images."""
-    figure, axes = pyplot().subplots(1, 3, figsize=(13, 4.2), layout="constrained")
-    panels = (
+    figure, (axes,) = panels(1, 3, 13 / 3, 4.2)
+    shown = (
         ("flops", "val/top1", 1e-12, 100.0, "training TFLOPs", "validation top-1 (%)"),
         ("device_seconds", "val/top1", 1.0, 100.0, "training seconds", "validation top-1 (%)"),
         ("images", "loss", 1e-3, 1.0, "thousand images seen", "training loss"),
     )
-    for axis, (x, y, x_factor, y_factor, x_label, y_label) in zip(axes, panels, strict=True):
+    for axis, (x, y, x_factor, y_factor, x_label, y_label) in zip(axes, shown, strict=True):
         for run, color in zip(runs, COLORS * (1 + len(runs) // len(COLORS)), strict=False):
             xs, ys = run.curve(x, y)
             mark = "o" if y.startswith("val") else None
@@ -104,7 +104,7 @@ def comparison(runs: list[RunRecord]) -> Any:
 
 def router_health(run: RunRecord) -> Any | None:
     """Draw scale and sharpness of each soft layer over the run; None where there is none."""
-    panels = [
+    shown = [
         (run.routers(key), label)
         for key, label in (
             ("scale", "scale of the logits"),
@@ -113,24 +113,16 @@ def router_health(run: RunRecord) -> Any | None:
             ("drop_rate", "share of tokens dropped"),
         )
     ]
-    panels = [(curves, label) for curves, label in panels if curves]
-    if not panels:
+    shown = [(curves, label) for curves, label in shown if curves]
+    if not shown:
         return None
-    figure, axes = pyplot().subplots(
-        1, len(panels), figsize=(4.3 * len(panels), 3.6), squeeze=False, layout="constrained"
-    )
-    for axis, (curves, label) in zip(axes[0], panels, strict=True):
+    figure, axes = panels(1, len(shown), 4.3, 3.6)
+    for axis, (curves, label) in zip(axes[0], shown, strict=True):
         for (layer, (steps, values)), color in zip(curves.items(), COLORS * (1 + len(curves) // 6), strict=False):
             axis.plot(steps, values, color=color, label=layer.removeprefix("encoder.").removesuffix(".mlp"))
         finish(axis, "step", label)
     legend(axes[0][0])
     return figure
-
-
-def finish(axis: Any, x_label: str, y_label: str) -> None:
-    axis.set(xlabel=x_label, ylabel=y_label)
-    axis.grid(alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
 
 
 def save_png(figure: Any, path: Path) -> Path:

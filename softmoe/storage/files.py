@@ -249,10 +249,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def to_dict(config: Any) -> dict[str, Any]:
-    return dataclasses.asdict(config)
-
-
 def from_dict(cls: type, values: Any, path: str = "") -> Any:
     """Make a `cls` from a table. Missing keys take their defaults; an unknown key or a wrong type is a ValueError."""
     if not isinstance(values, dict):

@@ -19,6 +19,7 @@ from softmoe.storage.adapters import inherited, open_base
 from softmoe.storage.files import (
     check_names,
     first_line,
+    flatten,
     parse_json,
     read_json,
     whole_folder,
@@ -74,7 +75,10 @@ def save_pretrained(
     plain = unwrap(model)
     state = plain.state_dict()
     return save_tensors(
-        *(plain.config, {name: Spec.of(tensor) for name, tensor in state.items()}, state.__getitem__, folder),
+        plain.config,
+        {name: Spec.of(tensor) for name, tensor in state.items()},
+        state.__getitem__,
+        folder,
         preprocessing=preprocessing,
         classes=classes,
         provenance=provenance,
@@ -236,15 +240,16 @@ def check_weights(saved: SavedModel, model: nn.Module, weights: WeightFiles, res
         if not isinstance(index, dict) or index.get("weight_map") != weights.file_of:
             raise ValueError(f"{folder / INDEX} does not match the tensors in the weight files")
     noted = parse_json(weights.metadata.get("architecture", "null"), folder / next(iter(saved.files)))
-    written, expected = (
-        json.loads(json.dumps(architecture.to_dict()))
-        for architecture in (saved.architecture if noted is None else parse_architecture(noted), saved.architecture)
+    stated, written = (
+        flatten(json.loads(json.dumps(architecture.to_dict())))
+        for architecture in (saved.architecture, saved.architecture if noted is None else parse_architecture(noted))
     )
-    if key := first_difference(written, expected):
-        raise ValueError(
-            f"{folder / 'config.json'} is not the one these weights were saved with: it says {key} = "
-            f"{look_up(expected, key)!r}, the weights say {look_up(written, key)!r}"
-        )
+    for key in stated.keys() & written.keys():
+        if stated[key] != written[key]:
+            raise ValueError(
+                f"{folder / 'config.json'} is not the one these weights were saved with: it says {key} = "
+                f"{stated[key]!r}, the weights say {written[key]!r}"
+            )
     specs = {name: weights.spec(name) for name in weights.names}
     check_specs(model, specs, f"the weights in {folder} do not fit its config.json", rest)
     counts = count_dtypes(specs.values())
@@ -294,24 +299,6 @@ def fill_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | No
             for name in names:
                 key = name.rpartition(".")[2]
                 setattr(module, key, getattr(module, key).to(dtype))
-
-
-def first_difference(left: Any, right: Any, path: str = "") -> str | None:
-    """Find the first key in which two nested objects differ; a key that one of them lacks does not count."""
-    if not isinstance(left, dict) or not isinstance(right, dict):
-        return path if left != right else None
-    for key in (key for key in left if key in right):
-        found = first_difference(left[key], right[key], f"{path}.{key}" if path else key)
-        if found:
-            return found
-    return None
-
-
-def look_up(values: Any, path: str) -> Any:
-    """Return the value at a path such as `text.width`."""
-    for key in path.split("."):
-        values = values[key]
-    return values
 
 
 def unwrap(model: nn.Module) -> Model:

@@ -5,9 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from softmoe.inspection.plots import legend, pyplot
-from softmoe.report.runs import finish
-from softmoe.studies.results import NAMES, QUALITY, Table
+from softmoe.inspection.plots import finish, legend, panels
+from softmoe.studies.results import NAMES, QUALITY, Interval, Table
 
 COLORS = {
     "soft": "#3b6fb6",
@@ -25,25 +24,23 @@ ROUTING = {"Soft MoE": "soft", "Dense": "dense", "Tokens Choice": "tokens_choice
 PAPER_QUALITY = {"top1": "JFT precision at 1 (%)", "10shot": "ImageNet 10-shot (%)"}
 
 
-def panels(rows: int, columns: int, width: float = 4.4, height: float = 3.5) -> tuple[Any, Any]:
-    """Make a figure and its (rows, columns) axes."""
-    return pyplot().subplots(
-        rows, columns, figsize=(width * columns, height * rows), squeeze=False, layout="constrained"
-    )
-
-
-def bars(axis: Any, names: Sequence[str], values: Sequence[float], halves: Sequence[float], color: str) -> None:
-    """Draw values as horizontal bars, the first on top, with intervals; the axis begins near the smallest, as dots
-    would.
-    """
-    places = np.arange(len(names))[::-1]
-    errors = [half if np.isfinite(half) else 0.0 for half in halves]
-    axis.errorbar(values, places, xerr=errors, fmt="o", color=color, capsize=3, ms=6)
-    axis.set_yticks(places, names)
-    axis.set_ylim(-0.6, len(names))
-    for value, place in zip(values, places, strict=True):
-        axis.annotate(f"{value:.1f}", (value, place), xytext=(0, 6), textcoords="offset points", ha="center", size=8)
+def bars(axis: Any, found: Sequence[tuple[str, Interval]], color: str) -> None:
+    """Draw named numbers as dots with intervals, the first on top."""
+    places = np.arange(len(found))[::-1]
+    errors = [i.half if np.isfinite(i.half) else 0.0 for _, i in found]
+    axis.errorbar([i.mean for _, i in found], places, xerr=errors, fmt="o", color=color, capsize=3, ms=6)
+    axis.set_yticks(places, [name for name, _ in found])
+    axis.set_ylim(-0.6, len(found))
+    for (_, i), place in zip(found, places, strict=True):
+        axis.annotate(f"{i.mean:.1f}", (i.mean, place), xytext=(0, 6), textcoords="offset points", ha="center", size=8)
     axis.margins(x=0.15)
+
+
+def curve(axis: Any, found: Sequence[tuple[float, Interval]], **style: Any) -> None:
+    """Draw numbers with their intervals over x; one seed has no interval."""
+    halves = [i.half if np.isfinite(i.half) else 0.0 for _, i in found]
+    style = {"marker": "o", "capsize": 3} | style
+    axis.errorbar([x for x, _ in found], [i.mean for _, i in found], yerr=halves, **style)
 
 
 def waterfall(axis: Any, names: Sequence[str], path: Sequence[Table], number: str) -> None:
@@ -83,15 +80,9 @@ def waterfall(axis: Any, names: Sequence[str], path: Sequence[Table], number: st
 
 def line(axis: Any, table: Table, x: str, number: str, **style: Any) -> None:
     """Draw means over seeds with intervals, against a label."""
-    xs, means, halves = [], [], []
-    for value in sorted(table.distinct(x)):
-        found = table.where(**{x: value}).interval(number)
-        if found is not None:
-            xs.append(value)
-            means.append(found.mean)
-            halves.append(found.half if np.isfinite(found.half) else 0.0)
-    if xs:
-        axis.errorbar(xs, means, yerr=halves, marker="o", ms=4, capsize=3, **style)
+    intervals = ((value, table.where(**{x: value}).interval(number)) for value in sorted(table.distinct(x)))
+    if found := [(value, i) for value, i in intervals if i is not None]:
+        curve(axis, found, ms=4, **style)
 
 
 def powers(axis: Any, values: Sequence[float]) -> None:
@@ -170,6 +161,6 @@ def said(drawing: Any, text: str) -> None:
 
 
 __all__ = [
-    "COLORS", "NAMES", "PAPER_QUALITY", "ROUTING", "bars", "finish", "frontier", "heat", "label", "legend", "line",
-    "panels", "pareto", "powers", "round_ticks", "said", "waterfall",
+    "COLORS", "NAMES", "PAPER_QUALITY", "ROUTING", "bars", "curve", "finish", "frontier", "heat", "label", "legend",
+    "line", "panels", "pareto", "powers", "round_ticks", "said", "waterfall",
 ]  # fmt: skip

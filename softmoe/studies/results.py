@@ -125,9 +125,14 @@ class Table:
         values = self.values(number)
         return fmean(values.values()) if values else None
 
+    def gains(self, other: "Table", number: str) -> dict[int, float]:
+        """Return the differences by seed: equal seeds saw the same images in the same order."""
+        a, b = self.values(number), other.values(number)
+        return {seed: a[seed] - b[seed] for seed in a if seed in b}
+
     def minus(self, other: "Table", number: str) -> Interval | None:
         """Return the mean difference, seed by seed."""
-        return paired(self.values(number), other.values(number))
+        return interval(list(self.gains(other, number).values()))
 
     def to_csv(self) -> str:
         labels = list(dict.fromkeys(key for row in self.rows for key in row.labels))
@@ -261,19 +266,13 @@ def costs(table: Table, label: str = "method", unit: str = "soft") -> str:
     return markdown_table(lines)
 
 
-def larger(larger_one: Table, other: Table, number: str, text: str, paper: str, unit: str) -> Claim:
-    return Claim(text, larger_one.minus(other, number), paper, unit)
-
-
-def seeds(found: Interval) -> str:
-    return f", {found.count} seeds" if found.count > 1 else ""
-
-
 def write_verdict(folder: Path, title: str, story: str, claims: list[Claim], notes: list[str]) -> list[Path]:
     """Write verdict.md for people and verdict.json for programs."""
     lines = [("claim", "paper", "ours: mean difference, 95 % interval", "verdict")]
     for claim in claims:
-        ours = "-" if claim.found is None else f"{claim.found} {claim.unit}{seeds(claim.found)}"
+        found = claim.found
+        seeds = f", {found.count} seeds" if found is not None and found.count > 1 else ""
+        ours = "-" if found is None else f"{found} {claim.unit}{seeds}"
         lines.append((claim.text, claim.paper or "-", ours, claim.word))
     text = "\n\n".join([f"# {title}", story, markdown_table(lines), *notes]) + "\n"
     values = {"study": title, "claims": [claim.to_dict() for claim in claims], "notes": notes}

@@ -2,12 +2,12 @@
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from softmoe.data import TransformConfig
 from softmoe.machine import Precision
-from softmoe.storage.files import from_dict, to_dict
+from softmoe.storage.files import from_dict
 from softmoe.storage.store import CheckpointSection
 from softmoe.train.model_section import ModelSection, TextSection
 
@@ -177,7 +177,7 @@ class TrainConfig:
     """CPU threads; None is what torch chooses."""
 
     def to_dict(self) -> dict[str, Any]:
-        return to_dict(self) | {"model": self.model.to_dict()}
+        return asdict(self) | {"model": self.model.to_dict()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainConfig":

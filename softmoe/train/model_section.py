@@ -1,12 +1,12 @@
 """The settings of a run's model: the image tower, and a text tower beside it."""
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from softmoe.models import MoEConfig, TextConfig, TwoTowerConfig, ViTConfig, model_config
 from softmoe.models.config import LAYER_OPTIONS, option_names, router_options
 from softmoe.models.registry import SIZES
-from softmoe.storage.files import convert, from_dict, to_dict
+from softmoe.storage.files import convert, from_dict
 
 _NOT_SHAPE = ("name", "router", "weights", "new_head", "adapters", "locked", "options")
 
@@ -115,7 +115,7 @@ class ModelSection:
         return "dense" if moe is None else moe.router.name
 
     def to_dict(self) -> dict[str, Any]:
-        values = to_dict(self)
+        values = asdict(self)
         return values | values.pop("options")
 
     @classmethod

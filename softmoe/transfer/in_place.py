@@ -24,7 +24,7 @@ from softmoe.moe import ExpertsBeside, MoE
 from softmoe.moe.record import evaluating
 from softmoe.transfer.mlps import TwoModuleMLP, hidden_width, linears, read_mlp
 from softmoe.transfer.upcycle import INITS, NARROW, relative
-from softmoe.transfer.upcycle_routers import WAYS, can_start_near, refine, start_near
+from softmoe.transfer.upcycle_routers import init_router
 
 MAX_BATCHES = 8  # that are looked at, of any number
 OUTPUTS = ("logits", "image_embeds", "pooler_output", "last_hidden_state")  # of several, the first of these is compared
@@ -254,18 +254,6 @@ def macs_of(mlp: nn.Module, layer: MoE, tokens: int, rows: int) -> tuple[int, in
     expert = sum(parameter[0].numel() for parameter in layer.experts.parameters() if parameter.ndim == 3)
     kept = dense if isinstance(layer, ExpertsBeside) else 0
     return dense, kept + 3 * tokens * rows * linears(mlp)[0].in_features + rows * expert
-
-
-def init_router(layer: MoE, mlp: nn.Module, x_BMD: Tensor, init: str) -> None:
-    """Choose the router's first parameters from the tokens, as `softmoe.upcycle` does."""
-    if init == "copy" or not can_start_near(layer.router):
-        return
-    if isinstance(layer, ExpertsBeside):  # its experts give zero at first: the slots should just tell tokens apart
-        start_near(MoE(layer.router, nn.Identity()), nn.Identity(), x_BMD, tuple(WAYS))
-        return
-    start_near(layer, mlp, x_BMD, tuple(WAYS) if init == "closest" else (init,))
-    if init == "closest":
-        refine(layer, mlp, x_BMD)
 
 
 def collect_tokens(model: nn.Module, names: Iterable[str], batches: list[Any]) -> dict[str, tuple[Tensor, bool]]:

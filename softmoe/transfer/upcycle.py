@@ -19,7 +19,7 @@ from softmoe.models.transformer import MLP, Block
 from softmoe.moe import Experts, ExpertsBeside, MoE
 from softmoe.moe.record import evaluating
 from softmoe.storage.adapters import dense_name
-from softmoe.transfer.upcycle_routers import WAYS, can_start_near, refine, start_near
+from softmoe.transfer.upcycle_routers import WAYS, can_start_near, init_router
 
 INITS = ("beside", "copy", *WAYS, "closest")
 NARROW = 16  # experts beside an MLP have this part of its hidden width
@@ -232,17 +232,9 @@ def fit_routers(
     x_BMD, grid = encoder_input(model, images), model.embed.grid(images.shape[2], images.shape[3])
     for index, block in enumerate(model.encoder.blocks):
         assert isinstance(block, Block)
-        normed_BMD = block.norm2(block.attend(x_BMD))
         if isinstance(block.mlp, MoE) and can_start_near(block.mlp.router):
             report(f"block {index}: setting the router on {len(images)} images")
-        if isinstance(block.mlp, ExpertsBeside) and can_start_near(block.mlp.router):
-            # experts have no function yet: slots should hold what tells tokens apart, as near to them as can be
-            start_near(MoE(block.mlp.router, nn.Identity()), nn.Identity(), normed_BMD, tuple(WAYS))
-        elif isinstance(block.mlp, MoE) and can_start_near(block.mlp.router):
-            mlp = layers(dense, index)
-            start_near(block.mlp, mlp, normed_BMD, tuple(WAYS) if init == "closest" else (init,))
-            if init == "closest":
-                refine(block.mlp, mlp, normed_BMD)
+            init_router(block.mlp, layers(dense, index), block.norm2(block.attend(x_BMD)), init)
         x_BMD = block(x_BMD, None, grid)
 
 

@@ -17,9 +17,9 @@ there by gradient descent on the router alone.
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from softmoe.moe import MoE, Router, SoftRouter
+from softmoe.moe import ExpertsBeside, MoE, Router, SoftRouter
 from softmoe.moe.soft import l2_normalize
 from softmoe.moe.sparse import SparseRouter
 
@@ -27,6 +27,18 @@ SCALES = tuple(2.0**power for power in range(13))  # 1 to 4096
 ROUNDS = 20  # of k-means; clusters hardly change after these
 STEPS, RATE, IMAGES = 100, 0.01, 16  # of refining: Adam steps, rate relative to the parameters' size, images a step
 RIDGE = 1e-3  # regularization, in mean variances of a coordinate
+
+
+def init_router(layer: MoE, mlp: nn.Module, x_BMD: Tensor, init: str) -> None:
+    """Choose the router's first parameters from the tokens that reach it, in the way that `init` names."""
+    if init == "copy" or not can_start_near(layer.router):
+        return
+    if isinstance(layer, ExpertsBeside):  # its experts give zero at first: the slots should just tell tokens apart
+        start_near(MoE(layer.router, nn.Identity()), nn.Identity(), x_BMD, tuple(WAYS))
+        return
+    start_near(layer, mlp, x_BMD, tuple(WAYS) if init == "closest" else (init,))
+    if init == "closest":
+        refine(layer, mlp, x_BMD)
 
 
 def can_start_near(router: Router) -> bool:

@@ -195,7 +195,7 @@ def make_model(experts: int) -> Any:
 
 
 def prepared(experts: int, weights: str) -> Any:
-    from softmoe.inference.prepare import LARGEST_ERROR, prepare
+    from softmoe.inference.prepared import LARGEST_ERROR, prepare
 
     with patch.dict(LARGEST_ERROR, {weights: 2.0}):  # what is read here is 1
         return prepare(make_model(experts), weights)  # pyright: ignore[reportArgumentType]
@@ -254,7 +254,7 @@ def exporting() -> list[str]:
     import torch
 
     from softmoe.inference.export import trace
-    from softmoe.inference.prepare import prepare
+    from softmoe.inference.prepared import prepare
 
     with fake_cuda(), torch.no_grad():
         model, images = prepare(make_model(4), copy_weights=False), torch.empty(3, 3, 16, 16, device="cuda")

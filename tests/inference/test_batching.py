@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from softmoe.inference.batching import Batcher, Closed, Overloaded
+from softmoe.inference.batching import Batcher, Closed, Limits, Overloaded
 
 
 class Gate:
@@ -28,7 +28,7 @@ class Gate:
 def test_every_question_has_its_own_answer():
     """From many threads at once, in batches no larger than allowed."""
     gate = Gate(opened=True)
-    batcher = Batcher(gate, max_batch=4, max_wait=0.001, max_waiting=1000)
+    batcher = Batcher(gate, Limits(max_batch=4, max_wait_ms=1.0, max_waiting=1000))
     with ThreadPoolExecutor(8) as pool:
         replies = list(pool.map(lambda q: batcher.submit(q).result(), range(200)))
     batcher.close()
@@ -41,7 +41,7 @@ def test_every_question_has_its_own_answer():
 def test_what_waits_is_taken_together():
     """While one batch is at work the next fills up."""
     gate = Gate()
-    batcher = Batcher(gate, max_batch=4, max_wait=0.0, max_waiting=6)
+    batcher = Batcher(gate, Limits(max_batch=4, max_wait_ms=0.0, max_waiting=6))
     first = batcher.submit(0)
     gate.entered.wait()
     rest = [batcher.submit(q) for q in range(1, 7)]
@@ -57,7 +57,7 @@ def test_what_waits_is_taken_together():
 def test_cancelled_questions_are_not_asked():
     """Who gave up waiting costs nothing."""
     gate = Gate()
-    batcher = Batcher(gate, max_batch=4, max_wait=0.0, max_waiting=6)
+    batcher = Batcher(gate, Limits(max_batch=4, max_wait_ms=0.0, max_waiting=6))
     batcher.submit(0)
     gate.entered.wait()
     futures = [batcher.submit(q) for q in (1, 2, 3)]
@@ -75,7 +75,7 @@ def test_errors_belong_to_their_batch():
             raise RuntimeError("unlucky")
         return questions
 
-    batcher = Batcher(answer, max_batch=1, max_wait=0.0, max_waiting=10)
+    batcher = Batcher(answer, Limits(max_batch=1, max_wait_ms=0.0, max_waiting=10))
     bad, good = batcher.submit(13), batcher.submit(1)
     with pytest.raises(RuntimeError, match="unlucky"):
         bad.result()
@@ -86,7 +86,7 @@ def test_errors_belong_to_their_batch():
 def test_closing_answers_what_waits():
     """Nothing is dropped at the end; afterwards nothing is taken."""
     gate = Gate()
-    batcher = Batcher(gate, max_batch=2, max_wait=60.0, max_waiting=10)
+    batcher = Batcher(gate, Limits(max_batch=2, max_wait_ms=60_000.0, max_waiting=10))
     futures = [batcher.submit(q) for q in range(5)]
     gate.open.set()
     batcher.close()
@@ -95,8 +95,8 @@ def test_closing_answers_what_waits():
         batcher.submit(1)
 
 
-@pytest.mark.parametrize("wrong", [{"max_batch": 0}, {"max_waiting": 0}, {"max_wait": -1.0}])
+@pytest.mark.parametrize("wrong", [{"max_batch": 0}, {"max_waiting": 0}, {"max_wait_ms": -1.0}])
 def test_mistakes(wrong):
     """Limits that make no sense are refused."""
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        Batcher(lambda q: q, **({"max_batch": 1, "max_wait": 0.0, "max_waiting": 1} | wrong))
+        Limits(**wrong)

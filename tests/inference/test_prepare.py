@@ -188,7 +188,7 @@ def test_refused(make, weights, message):
 
 def test_a_bad_fit_is_refused(monkeypatch):
     """If experts come out different, whatever the reason, prepare says by how much and where."""
-    monkeypatch.setitem(__import__("softmoe.inference.prepare", fromlist=["x"]).LARGEST_ERROR, "int8", 1e-4)
+    monkeypatch.setitem(__import__("softmoe.inference.prepared", fromlist=["x"]).LARGEST_ERROR, "int8", 1e-4)
     with pytest.raises(ValueError, match=r"would change the outputs of expert \d in experts by .*%; use more bits"):
         prepare(SoftMoE(16, 3, 1).eval(), "int8")
 

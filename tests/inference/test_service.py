@@ -25,7 +25,7 @@ pytest.importorskip("uvicorn")
 
 from services import ask, served
 
-from softmoe.inference.service import Limits
+from softmoe.inference.batching import Limits
 
 
 def encoded(kind: str = "PNG", size=(40, 36)) -> bytes:
@@ -146,7 +146,7 @@ def test_overload_is_clean():
         if answer[0] == 503:
             refused.release()
 
-    with served(slow, max_batch=2, max_wait=0.0, max_waiting=4, timeout=300.0) as (port, service):
+    with served(slow, max_batch=2, max_wait_ms=0.0, max_waiting=4, timeout=300.0) as (port, service):
         threads = [threading.Thread(target=one, args=(port,)) for _ in range(60)]
         for thread in threads:
             thread.start()
@@ -171,7 +171,7 @@ def test_too_slow():
         gate.wait()
         return questions
 
-    with served(stuck, max_batch=1, max_wait=0.0, timeout=0.2) as (port, _):
+    with served(stuck, max_batch=1, max_wait_ms=0.0, timeout=0.2) as (port, _):
         status, text = ask(port, "/classify", b"b'slow'")
         gate.set()
     assert status in (408, 503)  # 408 if this machine was too busy to bring the few bytes over in time
@@ -186,7 +186,7 @@ def test_a_failing_model():
             raise RuntimeError("broken")
         return questions
 
-    with served(model, max_batch=1, max_wait=0.0, timeout=300.0) as (port, _):
+    with served(model, max_batch=1, max_wait_ms=0.0, timeout=300.0) as (port, _):
         assert ask(port, "/classify", b"b'fail'")[0] == 500
         assert ask(port, "/classify", b"b'fine'")[0] == 200
 
@@ -202,7 +202,7 @@ def test_a_port_in_use(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"max_batch": 0}, {"timeout": 0.0}, {"max_bytes": -1}, {"max_wait": -1.0}, {"max_held_bytes": 10}]
+    "wrong", [{"max_batch": 0}, {"timeout": 0.0}, {"max_bytes": -1}, {"max_wait_ms": -1.0}, {"max_held_bytes": 10}]
 )
 def test_limits(wrong):
     """Limits that make no sense are refused."""

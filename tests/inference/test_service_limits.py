@@ -142,7 +142,7 @@ def test_addresses_share_the_places():
         gate.wait()
         return questions
 
-    with served(slow, max_batch=1, max_wait=0.0, max_waiting=3, timeout=300.0) as (port, service):
+    with served(slow, max_batch=1, max_wait_ms=0.0, max_waiting=3, timeout=300.0) as (port, service):
         flood = []
         for count in range(1, 5):
             flood.append(later(ask, port, "/classify", b"b'flood'"))
@@ -164,7 +164,13 @@ def test_addresses_share_the_places():
 
 def test_half_sent_bodies():
     """A body that comes to a halt gets 408, all bodies together hold no more than allowed, and others are answered."""
-    limits = {"max_bytes": 1_000_000, "max_held_bytes": 2_000_000, "body_idle": 3.0, "keep_alive": 1.0, "header": 1.0}
+    limits = {
+        "max_bytes": 1_000_000,
+        "max_held_bytes": 2_000_000,
+        "body_idle_seconds": 3.0,
+        "keep_alive_seconds": 1.0,
+        "header_seconds": 1.0,
+    }
     with served(**limits) as (port, service):
         halted = []
         for _ in range(8):
@@ -191,7 +197,7 @@ def test_lengths_are_checked_first():
 
 def test_headers_have_a_time_limit():
     """Headers that do not end get 408, however steadily they come; a connection without a request is closed."""
-    with served(header=1.0) as (port, _):
+    with served(header_seconds=1.0) as (port, _):
         nothing, slow = connect(port), connect(port)
         slow.sendall(b"POST /classify HTTP/1.1\r\n")
         thread, found = later(everything, slow)
@@ -214,7 +220,7 @@ def test_connections_are_bounded():
         gate.wait()
         return questions
 
-    with served(slow, connections=3) as (port, service):
+    with served(slow, max_connections=3) as (port, service):
         thread, found = later(ask, port, "/classify", b"b'kept'")
         wait_until(lambda: service.present == 1)
         idle = [connect(port) for _ in range(3)]
@@ -245,7 +251,8 @@ def test_strange_host_headers(host):
 SERVICE = """
 import sys, time
 from softmoe.data.decoders import Decoders
-from softmoe.inference.service import Limits, Service
+from softmoe.inference.batching import Limits
+from softmoe.inference.service import Service
 from softmoe.inference.serving import serve
 
 def model(questions):

@@ -14,7 +14,7 @@ from typing import Any
 from softmoe.budget.paper import read_table
 from softmoe.studies.figures import NAMES, bars, finish, label, panels
 from softmoe.studies.lab import Cell, Lab
-from softmoe.studies.results import Claim, Table, beside_controls, better, costs
+from softmoe.studies.results import Claim, Table, beside_controls, better, costs, exact
 
 METHODS = ("soft", "soft_uniform", "uniform_soft", "uniform", "identity", "dense")  # in the order of the paper's table
 OURS = (*METHODS, "one", "dense more", "merged")
@@ -63,19 +63,13 @@ def printed() -> dict[str, dict[str, float]]:
 
 
 def figure(table: Table, lab: Lab) -> Any:
-    names = [NAMES[method] for method in METHODS]
     numbers = table.quality
     drawing, axes = panels(2, len(numbers))
     for column, number in enumerate(numbers):
-        bars(axes[0][column], names, [printed()[number][m] for m in METHODS], [0.0] * len(METHODS), "#888888")
+        theirs = printed()[number]
+        bars(axes[0][column], [(NAMES[m], exact(theirs[m])) for m in METHODS], "#888888")
         finish(axes[0][column], f"paper, S/14:\n{label(number, paper=True)}", "")
-        found = {m: i for m in OURS if (i := table.where(method=m).interval(number)) is not None}
-        bars(
-            axes[1][column],
-            [NAMES[m] for m in found],
-            [i.mean for i in found.values()],
-            [i.half for i in found.values()],
-            "#3b6fb6",
-        )
+        ours = [(NAMES[m], i) for m in OURS if (i := table.where(method=m).interval(number)) is not None]
+        bars(axes[1][column], ours, "#3b6fb6")
         finish(axes[1][column], f"ours, 95 % interval:\n{label(number)}", "")
     return drawing

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from softmoe.budget.paper import read_table
-from softmoe.studies.figures import finish, label, legend, panels
+from softmoe.studies.figures import curve, finish, label, legend, panels
 from softmoe.studies.lab import Cell, Lab
 from softmoe.studies.results import Claim, Table, better
 
@@ -58,16 +58,8 @@ def figure(table: Table, lab: Lab) -> Any:
             for experts in table.distinct("experts"):
                 found = [table.where(k=k, priority=priority, experts=experts).interval(number) for k in (1, 2)]
                 done = [(k, i) for k, i in zip((1, 2), found, strict=True) if i is not None]
-                below.errorbar(
-                    [k for k, _ in done],
-                    [i.mean for _, i in done],
-                    yerr=[i.half if i.count > 1 else 0.0 for _, i in done],
-                    color="#3f9455",
-                    alpha=shade,
-                    marker="o",
-                    capsize=3,
-                    label=f"{experts} experts, {'with' if priority else 'without'}",
-                )
+                name = f"{experts} experts, {'with' if priority else 'without'}"
+                curve(below, done, color="#3f9455", alpha=shade, label=name)
         finish(above, "experts a token (K), paper, S/16", label(number, paper=True))
         finish(below, "experts a token (K), ours", label(number))
         for axis in (above, below):

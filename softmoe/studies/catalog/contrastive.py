@@ -15,7 +15,7 @@ from softmoe.budget.paper import read_table
 from softmoe.recipes import contrastive
 from softmoe.studies.figures import COLORS, NAMES, bars, finish, panels
 from softmoe.studies.lab import Cell, Lab
-from softmoe.studies.results import Claim, Table, better, paired
+from softmoe.studies.results import Claim, Table, better, exact, paired
 from softmoe.train import ObjectiveSection, TextSection, TrainConfig
 
 ROUTERS = ("soft", "dense", "experts_choice")
@@ -49,29 +49,24 @@ def claims(table: Table) -> Iterator[Claim]:
         yield from better(by["soft", False], by[other, False], text)
     yield from better(by["soft", True], by["soft", False], "Soft MoE gains from augmentation")
     for other in ROUTERS[1:]:
-        found = {router: gain(by[router, True], by[router, False]) for router in ("soft", other)}
+        found = {router: by[router, True].gains(by[router, False], "top1") for router in ("soft", other)}
         text = f"it gains more from it than {NAMES[other]}: pairs matched"
         yield Claim(text, paired(found["soft"], found[other]), "yes")
-
-
-def gain(more: Table, less: Table) -> dict[int, float]:
-    a, b = more.values("top1"), less.values("top1")
-    return {seed: a[seed] - b[seed] for seed in a if seed in b}
 
 
 def figure(table: Table, lab: Lab) -> Any:
     drawing, axes = panels(1, 2, width=5.0, height=3.6)
     ours, printed = axes[0]
-    found = {
-        f"{NAMES[router]}, {'crops' if augmented else 'plain'}": interval
+    found = [
+        (f"{NAMES[router]}, {'crops' if augmented else 'plain'}", interval)
         for router, augmented in PLACES
         if (interval := table.where(router=router, augmented=augmented).interval("top1")) is not None
-    }
-    bars(ours, list(found), [i.mean for i in found.values()], [i.half for i in found.values()], COLORS["soft"])
+    ]
+    bars(ours, found, COLORS["soft"])
     finish(ours, "ours: pairs matched in a batch (%), 95 % interval", "")
     rows = read_table("lit")
     names = [row["model"] + (f", {row['experts']} experts" if row["experts"] else "") for row in rows]
-    bars(printed, names, [float(row["in_0shot_pct"]) for row in rows], [0.0] * len(rows), "#888888")
+    bars(printed, [(n, exact(float(row["in_0shot_pct"]))) for n, row in zip(names, rows, strict=True)], "#888888")
     printed.tick_params(axis="y", labelsize=7)
     finish(printed, "paper, Table 3: ImageNet zero-shot (%)", "")
     return drawing

@@ -17,7 +17,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from softmoe.studies.figures import NAMES, finish, label, legend, panels, waterfall
+from softmoe.studies.figures import NAMES, curve, finish, label, legend, panels, waterfall
 from softmoe.studies.lab import Cell, Lab
 from softmoe.studies.results import Claim, Table, better, costs
 
@@ -155,10 +155,7 @@ def draw_ladders(axis: Any, table: Table, number: str, slots: int) -> None:
     for router, color in (("soft", "#3b6fb6"), ("placed", "#6a4c93")):
         methods = ladder(table, router)
         found = [(k, i) for k, m in enumerate(methods) if (i := table.where(method=m).interval(number)) is not None]
-        errors = [i.half if i.count > 1 else 0.0 for _, i in found]
-        means = [i.mean for _, i in found]
-        style = {"marker": "o", "capsize": 3, "color": color, "label": METHODS[router]}
-        axis.errorbar([k for k, _ in found], means, yerr=errors, **style)
+        curve(axis, found, color=color, label=METHODS[router])
     level = table.where(method="dense").mean(number)
     if level is not None:
         axis.axhline(level, color="#c8403a", lw=1)

@@ -98,8 +98,8 @@ def figure(table: Table, lab: Lab) -> Any:
         ours.text(0.5, 0.5, "not run", ha="center", transform=ours.transAxes, color="#888888")
     finish(ours, "pixels of fine-tuning, ours", label("top1"))
     models = [row for row in read_table("long_runs_upstream") if row["train_steps"] in ("4M", "2M")]
-    names = [f"{row['model']}, {row['train_steps']}" for row in models]
-    bars(printed, names, [float(row["in_finetune"]) for row in models], [0.0] * len(models), "#888888")
+    theirs = [(f"{row['model']}, {row['train_steps']}", exact(float(row["in_finetune"]))) for row in models]
+    bars(printed, theirs, "#888888")
     printed.tick_params(axis="y", labelsize=7)
     finish(printed, "paper: fine-tuned at 384 pixels (%)", "")
     return drawing

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from softmoe.budget.paper import read_table
-from softmoe.studies.figures import COLORS, finish, label, panels, round_ticks
+from softmoe.studies.figures import COLORS, curve, finish, label, panels, round_ticks
 from softmoe.studies.lab import Cell, Lab, wide
 from softmoe.studies.results import Claim, Table, better, exact
 
@@ -52,8 +52,7 @@ def figure(table: Table, lab: Lab) -> Any:
         for model, color in ((SMALL_SOFT, "soft"), (SMALL_DENSE, "dense"), (LARGE, "dense")):
             found, x = table.where(model=model).interval(number), table.where(model=model).mean("mflops")
             if found is not None and x is not None:
-                half = found.half if found.count > 1 else 0.0
-                axes[1][column].errorbar([x], [found.mean], yerr=[half], fmt="o", capsize=3, color=COLORS[color])
+                curve(axes[1][column], [(x, found)], ls="", color=COLORS[color])
                 axes[1][column].annotate(model, (x, found.mean), xytext=(0, 5), textcoords="offset points", fontsize=8)
         finish(axes[0][column], "paper: inference GFLOP / image", label(number, paper=True))
         finish(axes[1][column], "ours: inference MFLOP / image", label(number))

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from softmoe.budget.paper import read_table
-from softmoe.studies.figures import COLORS, NAMES, PAPER_QUALITY, finish, label, legend, panels, round_ticks
+from softmoe.studies.figures import COLORS, NAMES, PAPER_QUALITY, curve, finish, label, legend, panels, round_ticks
 from softmoe.studies.jobs import Branch, Training
 from softmoe.studies.lab import Cell, Lab
 from softmoe.studies.results import Claim, Table, beside_controls
@@ -58,10 +58,8 @@ def figure(table: Table, lab: Lab) -> Any:
         for router in table.distinct("router"):
             rows = table.where(router=router)
             lengths = [rows.where(length=length) for length in rows.distinct("length")]
-            found = [(t.mean("tflops"), i) for t in lengths if (i := t.interval(number)) is not None]
-            halves = [i.half if i.count > 1 else 0.0 for _, i in found]
-            style = {"color": COLORS[router], "marker": "o", "ms": 4, "capsize": 3, "label": NAMES[router]}
-            below.errorbar([x for x, _ in found], [i.mean for _, i in found], yerr=halves, **style)
+            found = [(t.mean("tflops") or 0.0, i) for t in lengths if (i := t.interval(number)) is not None]
+            curve(below, found, color=COLORS[router], ms=4, label=NAMES[router])
         above.set_xscale("log")
         round_ticks(above)
         finish(above, "paper: training exaFLOP", PAPER_QUALITY[number])

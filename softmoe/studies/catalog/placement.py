@@ -14,7 +14,7 @@ from typing import Any
 from softmoe.budget.paper import read_table
 from softmoe.studies.figures import COLORS, NAMES, bars, finish, label, legend, panels
 from softmoe.studies.lab import Cell, Lab
-from softmoe.studies.results import Claim, Table, beside_controls, better
+from softmoe.studies.results import Claim, Table, beside_controls, better, exact
 
 ROUTERS = ("soft", "tokens_choice", "experts_choice")
 LAST, TWO_LAST, TWO_SPREAD = "last", "two last", "two spread"
@@ -84,16 +84,16 @@ def figure(table: Table, lab: Lab) -> Any:
     for column, router in enumerate(ROUTERS):
         rows = table.where(router=router)
         for line, number in zip(axes, numbers, strict=False):
-            found = {p: i for p in rows.distinct("place") if (i := rows.where(place=p).interval(number)) is not None}
-            values, halves = [i.mean for i in found.values()], [i.half for i in found.values()]
-            bars(line[column], list(found), values, halves, COLORS[router])
+            places = rows.distinct("place")
+            found = [(p, i) for p in places if (i := rows.where(place=p).interval(number)) is not None]
+            bars(line[column], found, COLORS[router])
             if router == "soft":
-                controls(line[column], table, list(found), number)
+                controls(line[column], table, [place for place, _ in found], number)
             finish(line[column], f"ours, {NAMES[router]}:\n{label(number)}", "")
         printed = read_table(f"placement_{router}")
         names = [f"{row['sparse_layers']} ({row['experts_per_layer']} each)" for row in printed]
-        values = [float(row["in_10shot_pct"]) for row in printed]
-        bars(axes[-1][column], names, values, [0.0] * len(values), "#888888")
+        values = [exact(float(row["in_10shot_pct"])) for row in printed]
+        bars(axes[-1][column], list(zip(names, values, strict=True)), "#888888")
         finish(axes[-1][column], f"paper, S/16, {NAMES[router]}:\nImageNet 10-shot (%)", "")
     return drawing
 

@@ -40,18 +40,13 @@ def claims(table: Table) -> Iterator[Claim]:
     for router, (more, less) in ends.items():
         yield from better(more, less, f"{NAMES[router]} gains from more rows per expert")
     for number in table.quality:
-        gains = {router: gain(pair[0], pair[1], number) for router, pair in ends.items()}
+        gains = {router: more.gains(less, number) for router, (more, less) in ends.items()}
         text = f"Experts Choice gains more from them than Soft MoE: {number}"
         yield Claim(text, paired(gains["experts_choice"], gains["soft"]), "much more")
     for rows in table.distinct("rows"):
         same = table.where(rows=rows)
         for claim in beside_controls(same.where(router="soft"), lambda method, same=same: same.where(router=method)):
             yield replace(claim, text=f"{rows:g} rows per token, {claim.text}")
-
-
-def gain(more: Table, less: Table, number: str) -> dict[int, float]:
-    a, b = more.values(number), less.values(number)
-    return {seed: a[seed] - b[seed] for seed in a if seed in b}
 
 
 def figure(table: Table, lab: Lab) -> Any:
