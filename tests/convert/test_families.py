@@ -5,17 +5,8 @@ from functools import partial
 import pytest
 import torch
 from torch.nn import functional as F
-from towers import (
-    HuggingFaceDinov2,
-    HuggingFaceTower,
-    HuggingFaceViT,
-    OpenClip,
-    Timm,
-    Torchvision,
-    quick_gelu,
-    swiglu,
-    swiglu_packed,
-)
+from tower_parts import quick_gelu, swiglu, swiglu_packed
+from towers import HuggingFaceDinov2, HuggingFaceTower, HuggingFaceViT, OpenClip, Timm, Torchvision
 
 from softmoe.convert import from_timm, to_timm
 

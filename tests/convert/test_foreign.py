@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch.nn import functional as F
-from towers import HuggingFaceDinov2, HuggingFaceTower, HuggingFaceViT, OpenClip, Timm, quick_gelu
+from tower_parts import quick_gelu
+from towers import HuggingFaceDinov2, HuggingFaceTower, HuggingFaceViT, OpenClip, Timm
 
 from softmoe import save_pretrained
 from softmoe.convert.foreign import from_timm_config, open_foreign, read_model

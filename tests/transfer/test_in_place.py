@@ -8,22 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from towers import (
-    Box,
-    Call,
-    HuggingFaceDinov2,
-    HuggingFaceTower,
-    HuggingFaceViT,
-    OpenClip,
-    Timm,
-    Torchvision,
-    mlp,
-    packed_attention,
-    quick_gelu,
-    randomize,
-    swiglu,
-    swiglu_packed,
-)
+from tower_parts import Box, Call, mlp, packed_attention, quick_gelu, randomize, swiglu, swiglu_packed
+from towers import HuggingFaceDinov2, HuggingFaceTower, HuggingFaceViT, OpenClip, Timm, Torchvision
 
 import softmoe
 from softmoe.moe import Experts, ExpertsBeside, MoE

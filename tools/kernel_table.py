@@ -1,4 +1,4 @@
-"""The kernels compiled for GPUs that need not be there: `python -m softmoe.accelerate.kernels.table`.
+"""Compile the Triton kernels for GPUs that need not be there: `python tools/kernel_table.py` makes docs/gpu.md's table.
 
 Prints registers of a thread, spilled bytes, and shared memory of a block, at the sizes of the paper's models. Each
 launch is made by the very functions that the techniques call, on tensors without memory; it is recorded, not run.
