@@ -182,7 +182,7 @@ class InBackward:
                 parameter.register_post_accumulate_grad_hook(self._on_grad_ready)
 
     def begins(self, loss: Tensor) -> bool:
-        """Whether the backward pass of this loss may begin. A GPU is not asked: it will skip all updates itself."""
+        """Tell if the backward pass of this loss may begin. A GPU is not asked: it will skip all updates itself."""
         self._spoiled = None if loss.device.type in ASKED else ~loss.detach().isfinite()
         return self._spoiled is not None or bool(loss.isfinite())
 

@@ -47,7 +47,7 @@ class Flat(NamedTuple):
 
 
 class CompactAdamW(torch.optim.Optimizer):
-    """As torch.optim.AdamW; state `step`, `exp_avg` and `exp_avg_sq` by the same names, the last two in bfloat16.
+    """An AdamW like torch's, with state of the same names (`step`, `exp_avg`, `exp_avg_sq`), the last two in bfloat16.
 
     The random numbers of the rounding are a function of the step and the place, so a resumed run draws the same.
     """
@@ -230,7 +230,7 @@ def fused_update(
 
 
 class Room:
-    """Where a piece is worked on, and random numbers to take from."""
+    """Holds the memory in which a piece is worked on, and random numbers to take from."""
 
     def __init__(self, device: torch.device):
         self.first, self.second = torch.empty(PIECE, device=device), torch.empty(PIECE, device=device)

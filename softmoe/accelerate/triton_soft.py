@@ -96,7 +96,7 @@ def by_torch(normalize: bool, shape: tuple[int, int], mask: Tensor | None, x_BMD
 
 
 def by_kernels(normalize: bool, shape: tuple[int, int], mask: Tensor | None, x_BMD: Tensor, slots_DS: Tensor) -> Tensor:
-    """The same by the kernels."""
+    """Compute what `by_torch` computes, by the kernels."""
     routing = TritonRouting(soft_logits(x_BMD.contiguous(), slots_DS, normalize).unflatten(2, shape), mask)
     return routing.combine(routing.dispatch(x_BMD))
 

@@ -56,7 +56,7 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Where the checks run, how long, and a folder for runs."""
+    """The device on which the checks run, how long they may take, and a folder for runs."""
 
     device: torch.device
     quick: bool
@@ -164,7 +164,7 @@ def steps(place: Place) -> str:
 
 
 def bfloat16(place: Place) -> str:
-    """The same with products in bfloat16."""
+    """A run on one batch, again and again, with products in bfloat16."""
     if not (torch.cuda.is_bf16_supported() if place.cuda else bfloat16_works()):
         raise Unsupported("no working bfloat16 on this device")
     return _falls(place, 16 if place.quick else 100, "bfloat16")

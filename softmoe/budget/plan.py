@@ -46,7 +46,7 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How many devices there are, own the experts together, and keep the other weights together."""
+    """The number of devices, of those that own the experts together, and of those that keep the other weights together."""
 
     world: int
     expert: int = 1

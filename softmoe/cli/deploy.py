@@ -6,17 +6,15 @@ from pathlib import Path
 from typing import Literal
 
 from softmoe.cli.parse import parse
-from softmoe.evaluate.api import OthersWeights
+from softmoe.evaluate.api import AnyModel
 from softmoe.inference.batching import Limits
 from softmoe.machine import Precision
 
 
 @dataclass(frozen=True)
-class ExportArguments(OthersWeights):
+class ExportArguments(AnyModel):
     """Write a model as one file that runs without softmoe, for any batch size, and compare it with the model."""
 
-    model: str
-    """A saved model, a run, a Hub id (user/name), or others' weights: a .safetensors or .npz file, or their folder."""
     _: KW_ONLY
     to: Literal["torch-export", "onnx", "aoti"]
     """torch-export: any torch; onnx: ONNX Runtime and others; aoti: compiled for this kind of processor or GPU."""
@@ -78,11 +76,9 @@ def upload_command(argv: list[str]) -> int:
 
 
 @dataclass(frozen=True)
-class ServeArguments(Limits, OthersWeights):
+class ServeArguments(AnyModel, Limits):
     """Answer images sent over HTTP with their classes (POST /classify) or embeddings (POST /embed)."""
 
-    model: str
-    """A saved model, a run, a Hub id (user/name), or others' weights: a .safetensors or .npz file, or their folder."""
     _: KW_ONLY
     host: str = "127.0.0.1"
     port: int = 8000

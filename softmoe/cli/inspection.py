@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from softmoe.cli.parse import parse, percent_on_terminal
-from softmoe.evaluate.api import OthersWeights
+from softmoe.evaluate.api import AnyModel
 
 if TYPE_CHECKING:
     from softmoe.data import Source
@@ -17,11 +17,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class InspectArguments(OthersWeights):
+class InspectArguments(AnyModel):
     """Look inside a model: write figures, inspect.json and inspect.html."""
 
-    model: str
-    """A saved model, a run, a Hub id (user/name), or others' weights: a .safetensors or .npz file, or their folder."""
     data: str
     """Source of images: a folder with SPLIT/CLASS/IMAGE, or shapes, wds:PATTERN, hf:NAME, idx:PATH, digits."""
     _: KW_ONLY
@@ -48,7 +46,7 @@ def inspect_command(argv: list[str]) -> int:
     from softmoe.inspection import plots
     from softmoe.inspection.page import NOTES, layers_text, write_inspection
 
-    names = [a.model, *([a.compare] if a.compare else [])]
+    names = [str(a.model), *([a.compare] if a.compare else [])]
     models = [look(a, name) for name in names]
     title = f"Inside {' and '.join(model.name for model in models)}"
     folder = a.out or (Path(a.model) if (Path(a.model) / "metrics.jsonl").is_file() else Path("inspect"))
@@ -70,7 +68,7 @@ def look(a: InspectArguments, name: str) -> "Inspection":
     from softmoe.evaluate.inputs import random_subset
     from softmoe.inspection.collect import inspect_source
 
-    loaded = load(name, device=a.device, image_size=a.image_size, told=a.told if name == a.model else None)
+    loaded = load(name, device=a.device, image_size=a.image_size, told=a.told if name == str(a.model) else None)
     source = random_subset(open_source(a.data, a.split), a.examples)
     classes = loaded.saved.classes or (source.classes if len(source.classes) == loaded.model.config.num_classes else ())
     return inspect_source(
@@ -88,11 +86,9 @@ def look(a: InspectArguments, name: str) -> "Inspection":
 
 
 @dataclass(frozen=True)
-class DoctorArguments(OthersWeights):
+class DoctorArguments(AnyModel):
     """Check a model or a run. Exit code 0 if nothing is wrong, 1 if something is."""
 
-    model: str
-    """A saved model, a run, a Hub id (user/name), or others' weights: a .safetensors or .npz file, or their folder."""
     data: str | None = None
     """Source of images; of a run its own validation images if not given."""
     _: KW_ONLY
@@ -115,7 +111,9 @@ def doctor_command(argv: list[str]) -> int:
     verdicts = [*model_verdicts(a, run), *(run_verdicts(run) if run else [])]
     wrong = sum(v.wrong is True for v in verdicts)
     if a.json:
-        print(json.dumps({"model": a.model, "wrong": wrong, "verdicts": [v.to_dict() for v in verdicts]}, indent=2))
+        print(
+            json.dumps({"model": str(a.model), "wrong": wrong, "verdicts": [v.to_dict() for v in verdicts]}, indent=2)
+        )
     else:
         print("\n".join(verdict_line(v) for v in verdicts))
         print(f"\n{a.model}: {verdict_summary(verdicts, wrong)}")

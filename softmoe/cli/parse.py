@@ -1,4 +1,4 @@
-"""From dataclasses to the command line and back, with tyro: the only file that knows how.
+"""Turn dataclasses into command lines and back, with tyro: this is the only file that knows how.
 
 What people type out of habit is put in the words of our settings. The last part of a key is enough where only one key
 has it (--batch-size is --data.batch-size), other libraries' names are known (--lr is --schedule.peak), a switch needs

@@ -67,6 +67,7 @@ def train_command(argv: list[str]) -> int:
 def drive(config: TrainConfig, dry_run: bool) -> int:
     """Train to the end and finish: the one driver of `train` and `finetune`, in each process of a run."""
     from softmoe.data import WorkerDied
+    from softmoe.evaluate import extract
     from softmoe.train import train
     from softmoe.train.preview import preview
 
@@ -74,9 +75,7 @@ def drive(config: TrainConfig, dry_run: bool) -> int:
         print(preview(config))
         return 0
     try:
-        more = more_evaluators(config)
-        with_more = partial(train, evaluators=more) if more else train
-        result = train_locked(config) if config.model.locked else with_more(config)
+        result = train(config, evaluators=more_evaluators(config), extract=extract if config.model.locked else None)
         return finish(result) if result.rank == 0 else exit_code(result)
     except WorkerDied as error:
         raise OSError(str(error)) from error
@@ -129,14 +128,6 @@ def more_evaluators(config: TrainConfig) -> Mapping[str, Evaluator] | None:
 
     few = fewshot_evaluator(config.evaluation.fewshot, Preprocessing.of(config.data.transform))
     return {"val": partial(classify, loss=config.objective.loss), "fewshot": few}
-
-
-def train_locked(config: TrainConfig) -> Result:
-    """Train with the features of the image tower computed once, if every image always looks the same."""
-    from softmoe.evaluate import extract
-    from softmoe.train import train
-
-    return train(config, extract=extract)
 
 
 def stored_run(path: Path) -> TrainConfig:

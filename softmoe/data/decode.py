@@ -165,7 +165,7 @@ def _check_jpeg(data: bytes, max_pixels: int) -> None:
 
 
 def _check_comments(data: bytes) -> None:
-    """For each of them Pillow copies those before it."""
+    """Refuse a file with many comments: for each of them Pillow copies those before it."""
     if data[:2] in _COMMENTS and data.count(_COMMENTS[data[:2]]) > MAX_COMMENTS:
         raise _Refused(f"it has more than {MAX_COMMENTS} comments")
 

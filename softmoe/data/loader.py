@@ -109,7 +109,7 @@ def evaluation_batches(
 
 @dataclass(frozen=True)
 class Buffers:
-    """How batches wait: so many workers, each of which has `prefetch` finished ones waiting and makes one more."""
+    """The batches that wait: of so many workers each has `prefetch` finished ones waiting and makes one more."""
 
     workers: int
     prefetch: int
@@ -129,7 +129,7 @@ class Buffers:
 
 
 def workers_for(device: str) -> int:
-    """How many workers `auto` is: where a CPU trains it needs its cores itself; a GPU needs images from all others."""
+    """Return the workers of `auto`: a CPU that trains needs its cores itself, a GPU needs images from all others."""
     if device == "cpu":
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -51,7 +51,7 @@ class OverImages:
 
 @dataclass(frozen=True, kw_only=True)
 class OthersWeights:
-    """What a file of others' weights does not tell; `MODEL?mean=0.5&std=0.5` says the same."""
+    """Facts that a file of others' weights does not tell; `MODEL?mean=0.5&std=0.5` says the same."""
 
     mean: str | None = None
     """Others' weights: mean of the pixels in [0, 1] they were trained with, as 0.5 or 0.485,0.456,0.406."""
@@ -66,6 +66,22 @@ class OthersWeights:
     def told(self) -> dict[str, Any]:
         """Argument `told` of `load`."""
         return {f.name: getattr(self, f.name) for f in fields(OthersWeights)}
+
+
+@dataclass(frozen=True)
+class AnyModel(OthersWeights):
+    """The model of a command that takes others' weights too."""
+
+    model: str | Path
+    """A saved model, a run, a Hub id (user/name), or others' weights: a .safetensors or .npz file, or their folder."""
+
+
+@dataclass(frozen=True)
+class OfTwoTowers:
+    """The model of a command for images and texts."""
+
+    model: str | Path
+    """Folder of a saved model with two towers or of its run, or a Hub id (user/name)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,11 +116,9 @@ def as_list(names: Names) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Evaluate(OthersWeights, OverImages):
+class Evaluate(AnyModel, OverImages):
     """Accuracy, loss and calibration of a saved model, with a row for every class."""
 
-    model: str | Path
-    """A saved model, a run, a Hub id (user/name), or others' weights: a .safetensors or .npz file, or their folder."""
     data: str
     """Source of images: a folder with SPLIT/CLASS/IMAGE, or shapes, wds:PATTERN, hf:NAME, idx:PATH, digits."""
     _: KW_ONLY
@@ -128,11 +142,9 @@ class Evaluate(OthersWeights, OverImages):
 
 
 @dataclass(frozen=True)
-class FewShot(OthersWeights, OverFeatures):
+class FewShot(AnyModel, OverFeatures):
     """Few-shot accuracy of a saved model's features, by ridge regression in closed form."""
 
-    model: str | Path
-    """A saved model, a run, a Hub id (user/name), or others' weights: a .safetensors or .npz file, or their folder."""
     data: Names
     """Sources of images, each with a training and a test split."""
     _: KW_ONLY
@@ -161,11 +173,9 @@ class FewShot(OthersWeights, OverFeatures):
 
 
 @dataclass(frozen=True)
-class Predict(OthersWeights, OverImages):
+class Predict(AnyModel, OverImages):
     """The likeliest classes of images."""
 
-    model: str | Path
-    """A saved model, a run, a Hub id (user/name), or others' weights: a .safetensors or .npz file, or their folder."""
     images: Names
     """Image files, folders (with all below them) and patterns."""
     _: KW_ONLY
@@ -183,11 +193,9 @@ class Predict(OthersWeights, OverImages):
 
 
 @dataclass(frozen=True)
-class Retrieve(OverFeatures):
+class Retrieve(OfTwoTowers, OverFeatures):
     """Recall at 1, 5 and 10 of two towers, both ways, among all images and all captions of the data."""
 
-    model: str | Path
-    """Folder of a saved model with two towers or of its run, or a Hub id (user/name)."""
     data: str
     """Source of images with captions: wds:PATTERN, pairs:PATH, hf:NAME, shapes."""
     _: KW_ONLY
@@ -203,11 +211,9 @@ class Retrieve(OverFeatures):
 
 
 @dataclass(frozen=True)
-class ZeroShot(OverFeatures):
+class ZeroShot(OfTwoTowers, OverFeatures):
     """Accuracy of two towers that know the classes by name only."""
 
-    model: str | Path
-    """Folder of a saved model with two towers or of its run, or a Hub id (user/name)."""
     data: str
     """Source of images with classes: a folder with SPLIT/CLASS/IMAGE, or shapes, wds:PATTERN, hf:NAME."""
     _: KW_ONLY
@@ -227,14 +233,12 @@ class ZeroShot(OverFeatures):
 
 
 @dataclass(frozen=True)
-class Search(OverFeatures):
+class Search(OfTwoTowers, OverFeatures):
     """Find images by a sentence.
 
     The first search of a folder computes its features; later ones, for any text, read them from the cache.
     """
 
-    model: str | Path
-    """Folder of a saved model with two towers or of its run, or a Hub id (user/name)."""
     query: str
     """The sentence, in quotes."""
     images: Names

@@ -189,7 +189,7 @@ def run_evaluate(options: Evaluate, progress: Progress | None = None) -> dict[st
     totals = count(judged, watched(), loss=options.loss, see=mistakes.add)
     names = loaded.saved.classes or matched.classes
     return {
-        **facts_of(loaded, {options.data: matched}, split=options.split),
+        **facts_of(loaded.saved, loaded.preprocessing, {options.data: matched}, split=options.split),
         "weights": options.weights or "as saved",
         "numbers": totals.numbers() | (judged.numbers() if isinstance(judged, CountAgreement) else {}),
         "images": totals.images,

@@ -274,12 +274,12 @@ def find_images(patterns: Sequence[str]) -> list[Path]:
     return list(found)
 
 
-def facts_of(loaded: Loaded, data: dict[str, Source], *, split: str) -> dict[str, Any]:
+def facts_of(saved: SavedModel, seen: Preprocessing, data: dict[str, Source], *, split: str) -> dict[str, Any]:
     """Return the facts that a number needs beside it to mean something later."""
     return {
-        "model": str(loaded.saved.folder),
-        "model_fingerprint": loaded.saved.fingerprint,
-        "preprocessing": asdict(loaded.preprocessing),
+        "model": str(saved.folder),
+        "model_fingerprint": saved.fingerprint,
+        "preprocessing": asdict(seen),
         "data": {name: source.fingerprint for name, source in data.items()},
         "split": split,
     }

@@ -156,7 +156,12 @@ def run_fewshot(options: FewShot, progress: Progress | None = None) -> dict[str,
     pairs = {name: (features(train), features(test)) for name, (train, test) in sources.items()}
     found = few_shot(pairs, shots=options.shots, seeds=options.seeds, protocol=options.protocol)
     report = {
-        **facts_of(loaded, {name: pair[1] for name, pair in sources.items()}, split=options.test_split),
+        **facts_of(
+            loaded.saved,
+            loaded.preprocessing,
+            {name: pair[1] for name, pair in sources.items()},
+            split=options.test_split,
+        ),
         "train_data": {name: pair[0].fingerprint for name, pair in sources.items()},
         "images": {name: {"train": len(train), "test": len(test)} for name, (train, test) in pairs.items()},
         "fewshot": found.to_dict(),

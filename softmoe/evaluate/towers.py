@@ -23,7 +23,14 @@ from torch import Tensor
 from softmoe.data import Captioned, Source, Tokenizer, Transform, captions_of, open_source
 from softmoe.evaluate.api import Retrieve, ZeroShot
 from softmoe.evaluate.features import Features, Progress, extract
-from softmoe.evaluate.inputs import compute_in, evaluation_transform, open_model, preprocessing_at, random_subset
+from softmoe.evaluate.inputs import (
+    compute_in,
+    evaluation_transform,
+    facts_of,
+    open_model,
+    preprocessing_at,
+    random_subset,
+)
 from softmoe.machine import Precision, choose_device
 from softmoe.models import TwoTower
 from softmoe.models.two_tower import unit
@@ -115,10 +122,7 @@ def run_retrieve(options: Retrieve, progress: Progress | None = None) -> dict[st
     owner_t, number_n = torch.tensor(owners), torch.arange(len(image_nE))
     text_tE = towers.embed_texts(texts)
     return {
-        "model": str(towers.saved.folder),
-        "model_fingerprint": towers.saved.fingerprint,
-        "data": {options.data: source.fingerprint},
-        "split": options.split,
+        **facts_of(towers.saved, towers.preprocessing, {options.data: source}, split=options.split),
         "images": len(image_nE),
         "captions": len(texts),
         "left_out": len(source) - len(image_nE),
@@ -188,10 +192,7 @@ def run_zeroshot(options: ZeroShot, progress: Progress | None = None) -> dict[st
     if not len(labeled):
         raise ValueError("there is nothing to evaluate on: no image has a label")
     return {
-        "model": str(towers.saved.folder),
-        "model_fingerprint": towers.saved.fingerprint,
-        "data": {options.data: source.fingerprint},
-        "split": options.split,
+        **facts_of(towers.saved, towers.preprocessing, {options.data: source}, split=options.split),
         "numbers": {f"top{k}": float((labeled < k).double().mean()) for k in (1, 5)},
         "chance": 1 / len(names),
         "images": len(labeled),

@@ -57,7 +57,7 @@ class Limits:
 
 
 class Overloaded(Exception):
-    """As many requests wait as are allowed to."""
+    """Raised where as many requests wait as may wait."""
 
 
 class Closed(Exception):

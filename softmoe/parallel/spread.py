@@ -201,7 +201,7 @@ def _spread_block(block: Block, mesh: Mesh, *, dtype: torch.dtype | None = None,
 
 
 def _options(module: nn.Module, mesh: Mesh, dtype: torch.dtype | None) -> dict[str, Any]:
-    """What FSDP is told. It leaves alone scalars, and experts that have one owner."""
+    """Return the options of FSDP. It leaves alone scalars, and experts that have one owner."""
     alone = mesh.sizes.expert == mesh.sizes.world
     experts = [part for part in module.modules() if alone and isinstance(part, OwnedExperts)]
     owned = {parameter for part in experts for parameter in part.parameters()}

@@ -21,7 +21,7 @@ from softmoe.storage.files import PARTIAL, first_line, point_link, remove_folder
 
 @dataclass(frozen=True)
 class CheckpointSection:
-    """How often a run is saved, and which checkpoints are kept."""
+    """The settings of saving: how often, and which checkpoints are kept."""
 
     every: int = 1000
     keep_last: int = 2

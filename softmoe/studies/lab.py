@@ -169,23 +169,17 @@ def make_lab(
     one a token or the recipe's.
     """
     if recipe is not None:
-        lab = recipe_lab(recipe, data, seeds, transfer, steps)
+        lab = recipe_lab(recipe)
     else:
-        lab = scale_lab(scale, data, seeds, transfer, steps)
+        base = {"tiny": tiny_base, "small": small_base, "paper": paper_base}[scale]()
+        lab = Lab(scale, base, 3 if scale == "small" else 1, soft={} if scale == "paper" else {"scale_init": 6.0})
+    base = lab.base if data is None else replace(lab.base, data=replace(lab.base.data, train=data))
+    base = base if steps is None else with_steps(base, steps)
+    lab = replace(lab, base=base, seeds=seeds or lab.seeds, transfer=transfer)
     return lab if slots is None else lab.with_slots(slots)
 
 
-def scale_lab(scale: ScaleName, data: str | None, seeds: int | None, transfer: str | None, steps: int | None) -> Lab:
-    base = {"tiny": tiny_base, "small": small_base, "paper": paper_base}[scale]()
-    if data is not None:
-        base = replace(base, data=replace(base.data, train=data))
-    if steps is not None:
-        base = with_steps(base, steps)
-    soft = {} if scale == "paper" else {"scale_init": 6.0}
-    return Lab(scale, base, seeds or {"tiny": 1, "small": 3, "paper": 1}[scale], {}, soft, transfer)
-
-
-def recipe_lab(recipe: str, data: str | None, seeds: int | None, transfer: str | None, steps: int | None) -> Lab:
+def recipe_lab(recipe: str) -> Lab:
     """Set up a lab around a recipe's model: its dense twin is the base, studies vary its experts and router."""
     config = load(recipe)
     moe = config.model.resolve(None, config.data.transform.image_size).moe
@@ -197,14 +191,14 @@ def recipe_lab(recipe: str, data: str | None, seeds: int | None, transfer: str |
     base = replace(
         config,
         model=model,
-        data=replace(config.data, workers=0, train=data or config.data.train),
+        data=replace(config.data, workers=0),
         evaluation=replace(config.evaluation, every=None),
         log=replace(config.log, quiet=True),
         threads=1,
     )
     experts = {"num_experts": moe.num_experts} | {name: getattr(moe, name) for name in LAYER_OPTIONS}
     soft = {name: value for name, value in vars(moe.router).items() if name not in ("num_experts", "slots_per_expert")}
-    return Lab("small", base if steps is None else with_steps(base, steps), seeds or 3, experts, soft, transfer)
+    return Lab("small", base, 3, experts, soft)
 
 
 def with_steps(config: TrainConfig, steps: int) -> TrainConfig:

@@ -124,7 +124,7 @@ class LogSection:
 
 @dataclass(frozen=True)
 class ParallelSection:
-    """How the processes that torchrun started share the model. The batch is always split over all of them."""
+    """The way in which processes that torchrun started share the model. The batch is always split over all of them."""
 
     expert: int = 1
     """So many processes own the experts together and exchange slots; a divisor of the number of experts."""

@@ -149,7 +149,7 @@ class Data:
 
 
 def buffers_of(d: DataSection, images: int, device: str) -> Buffers:
-    """How batches of so many images wait for a device of this type."""
+    """Return how batches of so many images wait for a device of this type."""
     height, width = d.transform.size
     image_bytes = 3 * height * width * (4 if device == "cpu" else 1)
     workers = workers_for(device) if d.workers == "auto" else d.workers
@@ -189,7 +189,7 @@ def split_batch(batch: Any, count: int) -> list[Any]:
 
 
 def prepare_tokenizer(config: TrainConfig, folder: Path, source: Source, team: Team) -> Tokenizer:
-    """That of the run's folder; a new run gets a copy of the given file, or learns one from its captions."""
+    """Open the tokenizer of a run's folder; a new run gets a copy of the given file, or learns one from its captions."""
     if team.leads and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         t = config.text
         if t.tokenizer is not None:
@@ -203,7 +203,7 @@ def prepare_tokenizer(config: TrainConfig, folder: Path, source: Source, team: T
 
 
 def can_keep_features(config: TrainConfig, images: int) -> bool:
-    """Whether the locked tower sees each image always alike, and at least once on average."""
+    """Tell if the locked tower sees each image always alike, and at least once on average."""
     t = config.data.transform
     return config.model.locked and not is_random(t) and images <= config.steps * config.data.batch_size
 
@@ -235,7 +235,7 @@ class FeatureData(Data):
 
 
 class FeatureLoader:
-    """As softmoe.data.Loader: batches by step, for ever."""
+    """Yields batches by step, for ever, as softmoe.data.Loader does."""
 
     def __init__(self, source: Source, features: Any, config: TrainConfig):
         self.source, self.features, self.config = source, features, config

@@ -48,17 +48,17 @@ class Team:
 
     @property
     def place(self) -> int | None:
-        """Which process of its machine this is."""
+        """The number of this process on its machine."""
         return int(os.environ.get("LOCAL_RANK", self.rank)) if self.world > 1 else None
 
     @property
     def stream(self) -> TextIO | None:
-        """Where progress goes; None is the usual place."""
+        """The stream for progress lines; None is the usual one."""
         return None if self.leads else open(os.devnull, "w")  # as long as the process
 
     @property
     def seed(self) -> tuple[int, ...]:
-        """What a process adds to the seed of a step, so that no two draw the same noise."""
+        """The numbers that a process adds to the seed of a step, so that no two draw the same noise."""
         return (self.rank,) if self.world > 1 else ()
 
     def check(self, config: TrainConfig, shape: ViTConfig) -> None:
@@ -95,7 +95,7 @@ class Team:
         return parallel.apply(model, self.mesh, **options)
 
     def reduce(self, model: nn.Module, *, now: bool) -> None:
-        """Whether the next backward pass adds up the gradients of all processes; of several parts the last does."""
+        """Set whether the next backward pass adds up the gradients of all processes; of several parts the last does."""
         if self.world > 1:
             from softmoe import parallel
 
@@ -132,7 +132,7 @@ class Team:
             dist.barrier(self.group)
 
     def gather(self, value: Any, group: Any = None) -> list[Any]:
-        """What every process has, in the order of ranks."""
+        """Return the values of all processes, in the order of ranks."""
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
@@ -148,7 +148,7 @@ def fresh_store(patience: timedelta) -> Store:
 
 
 def missing_ranks(rank: int, world: int, seconds: float) -> list[int]:
-    """Who of the ranks that wait for each other is not there. Asked of the store, which works when all else is broken;
+    """Name the ranks that are not there where all wait for each other. Asked of the store, which works when all else is broken;
     nobody is named if it does not."""
     names = [f"lost/{other}" for other in range(world)]
     try:

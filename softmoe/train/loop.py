@@ -35,7 +35,7 @@ from softmoe.train.step import count_pending_step, reads_late, train_step
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended. `signal` is the number of the signal that stopped it, or None if it finished."""
+    """The end of a run. `signal` is the number of the signal that stopped it, or None if it finished."""
 
     folder: RunFolder
     step: int
@@ -149,7 +149,7 @@ def run_steps(run: Run, stop: StopRequest) -> None:
 
 
 def out_of_patience(run: Run) -> bool:
-    """Whether the evaluations have found nothing better for as long as the run is patient."""
+    """Tell if the evaluations have found nothing better for as long as the run is patient."""
     patience = run.config.evaluation.patience
     if patience is None or run.done.stale < patience:
         return False

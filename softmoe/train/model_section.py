@@ -108,7 +108,7 @@ class ModelSection:
 
     @property
     def router_name(self) -> str:
-        """What `router` says, or else the name of the model; dense without experts."""
+        """The name that `router` gives, or else that of the model; dense without experts."""
         if self.router is not None:
             return self.router
         moe = model_config(self.name).moe

@@ -102,7 +102,7 @@ def parameter_groups(model: nn.Module, config: OptimSection) -> list[dict]:
 
 
 def layers_above(name: str, depth: int, beside: Set[str] = frozenset()) -> int:
-    """How many steps below the head a parameter is: 0 after the last block, 1 in it, depth + 1 before the first.
+    """Count the steps from the head down to a parameter: 0 after the last block, 1 in it, depth + 1 before the first.
 
     Experts `beside` a kept MLP are new as the head is, and learn at its rate.
     """

@@ -1,4 +1,4 @@
-"""What a run reports while it runs: the progress line, lines of metrics, evaluations, warnings."""
+"""Report on a run while it runs: the progress line, lines of metrics, evaluations, warnings."""
 
 import math
 from typing import Any

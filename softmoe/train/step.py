@@ -19,7 +19,7 @@ from softmoe.train.run import ASYNC_DEVICES, Pending, Run, random_seed
 
 
 def train_step(run: Run, batch: Any, *, keep_routing: bool = False) -> None:
-    """One update, or none if loss or gradient are not finite."""
+    """Do one update, or none if loss or gradient are not finite."""
     done, config = run.done, run.config
     set_learning_rate(run.optimizer, run.schedule(done.step))
     torch.manual_seed(random_seed(config.seed, "step", done.step, *run.team.seed))
@@ -46,7 +46,7 @@ def train_step(run: Run, batch: Any, *, keep_routing: bool = False) -> None:
 
 
 def reads_late(run: Run) -> bool:
-    """Whether the host reads the device's numbers later, and goes on meanwhile."""
+    """Tell if the host reads the device's numbers later, and goes on meanwhile."""
     return run.device.type in ASYNC_DEVICES
 
 

@@ -1,4 +1,4 @@
-"""From one trained model to the start of another run: fine-tuning, texts for locked images, and cooldown branches.
+"""Start a run from a trained model: fine-tuning, texts for locked images, and cooldown branches.
 
     config = transfer_config(recipe, "models/soft_s16", image_size=384)     the recipe, for that model's shape
     train(config)

@@ -20,12 +20,12 @@ def dot(a, b, total, PRECISION: tl.constexpr):
 
 
 def precision() -> str:
-    """As torch is told to multiply on CUDA, by its older switch (allow_tf32) or its newer one: this reads both."""
+    """Return how torch is told to multiply on CUDA, by its older switch (allow_tf32) or by its newer one."""
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def depth() -> int:
-    """How many products a tile adds up at a time: half as many where they are exact, which take more registers."""
+    """Return how many products a tile adds up at a time: half as many where they are exact and take more registers."""
     return 32 if precision() == "tf32" else 16
 
 

@@ -102,5 +102,5 @@ def _launch(
 
 
 def tile_for(rows: int) -> dict[str, int]:
-    """With few rows the time is that of reading weights: no more rows in a tile than there are."""
+    """Choose a tile with no more rows than there are: with few rows the time is that of reading weights."""
     return {"BLOCK_S": min(64, max(16, triton.next_power_of_2(rows))), "BLOCK_J": 128, "BLOCK_K": depth()}
