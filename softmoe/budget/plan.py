@@ -46,7 +46,7 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """The number of devices, of those that own the experts together, and of those that keep the other weights together."""
+    """The numbers of devices: of all, of those that own the experts together, of those that keep the rest together."""
 
     world: int
     expert: int = 1

@@ -189,7 +189,7 @@ def split_batch(batch: Any, count: int) -> list[Any]:
 
 
 def prepare_tokenizer(config: TrainConfig, folder: Path, source: Source, team: Team) -> Tokenizer:
-    """Open the tokenizer of a run's folder; a new run gets a copy of the given file, or learns one from its captions."""
+    """Open the tokenizer of a run's folder; a new run copies the given file, or learns one from its captions."""
     if team.leads and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         t = config.text
         if t.tokenizer is not None:

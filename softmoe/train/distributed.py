@@ -148,8 +148,8 @@ def fresh_store(patience: timedelta) -> Store:
 
 
 def missing_ranks(rank: int, world: int, seconds: float) -> list[int]:
-    """Name the ranks that are not there where all wait for each other. Asked of the store, which works when all else is broken;
-    nobody is named if it does not."""
+    """List the ranks that are not there where all wait for each other. The store is asked, which works when all else is
+    broken; nobody is named if it does not."""
     names = [f"lost/{other}" for other in range(world)]
     try:
         store = dist.distributed_c10d._get_default_store()
