@@ -121,7 +121,9 @@ def study_command(argv: list[str]) -> int:
     from softmoe.studies.driver import Store, estimate, run_study
     from softmoe.studies.lab import make_lab
 
-    check(a)
+    for name, value in (("--seeds", a.seeds), ("--jobs", a.jobs), ("--steps", a.steps), ("--slots", a.slots)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
     lab = make_lab(a.scale, a.data, a.seeds, a.transfer, a.steps, a.recipe, a.slots)
     store = Store(a.out, a.transfer)
     failed = False
@@ -142,12 +144,6 @@ def study_command(argv: list[str]) -> int:
         print("\n".join(f"  {path}" for path in done.files))
         failed = failed or bool(done.failures)
     return int(failed)
-
-
-def check(a: StudyArguments) -> None:
-    for name, value in (("--seeds", a.seeds), ("--jobs", a.jobs), ("--steps", a.steps), ("--slots", a.slots)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
 
 
 @dataclass(frozen=True)

@@ -96,9 +96,9 @@ def preview(config: TrainConfig) -> str:
     return "\n".join(
         [
             "settings (those that are None are left out)",
-            *table(config.to_dict()),
+            *setting_lines(config.to_dict()),
             "model",
-            *table((towers or shape).to_dict()),
+            *setting_lines((towers or shape).to_dict()),
             "data",
             f"  {len(source):,} training images of {len(source.classes)} classes; {seen}",
             f"  {len(held_out):,} validation images, of which {checked:,} are evaluated",
@@ -120,7 +120,7 @@ def waiting(config: TrainConfig) -> str:
     return f"batches of {b.batch_bytes / 2**20:,.1f} MiB ({kind}), {ahead}: at most {b.bytes / 2**20:,.1f} MiB"
 
 
-def table(values: dict) -> list[str]:
+def setting_lines(values: dict) -> list[str]:
     return [f"  {key} = {value}" for key, value in flatten(values).items() if value is not None]
 
 

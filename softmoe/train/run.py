@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from softmoe import accelerate
 from softmoe.accelerate.buffers import InBackward
@@ -43,13 +44,13 @@ class Average:
 
     def __init__(self, model: nn.Module, decay: float, twin: nn.Module | None = None):
         self.model = (copy.deepcopy(model) if twin is None else twin).requires_grad_(False).eval()
-        self.decay = decay
+        self._move = get_ema_multi_avg_fn(decay)
         self._averages: list[Tensor] = [local(p.detach()) for p in self.model.parameters()]
         self._weights: list[Tensor] = [local(p.detach()) for p in model.parameters()]
 
     @torch.no_grad()
     def update(self) -> None:
-        torch._foreach_lerp_(self._averages, self._weights, 1.0 - self.decay)  # pyright: ignore[reportPrivateImportUsage]
+        self._move(self._averages, self._weights, None)
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """One update of the weights, given to the device without waiting for it.
 
 On a CPU the numbers of a step are read at once. On a GPU the host only hands out work: whether an update is skipped is
-decided on the device, and the numbers of a step are read in the next one (`count_pending_step`), when they have long arrived.
+decided on the device, and the numbers of a step are read in the next one (`count_pending_step`), when they have long
+arrived.
 """
 
 import math
