@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Literal
 
 from softmoe.cli.parse import parse
-from softmoe.evaluate.api import AnyModel
+from softmoe.evaluate.api import OneModel
 from softmoe.inference.batching import Limits
 from softmoe.machine import Precision
 
 
 @dataclass(frozen=True)
-class ExportArguments(AnyModel):
+class ExportArguments(OneModel):
     """Write a model as one file that runs without softmoe, for any batch size, and compare it with the model."""
 
     _: KW_ONLY
@@ -76,7 +76,7 @@ def upload_command(argv: list[str]) -> int:
 
 
 @dataclass(frozen=True)
-class ServeArguments(AnyModel, Limits):
+class ServeArguments(OneModel, Limits):
     """Answer images sent over HTTP with their classes (POST /classify) or embeddings (POST /embed)."""
 
     _: KW_ONLY

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from softmoe.cli.parse import parse, percent_on_terminal
-from softmoe.evaluate.api import AnyModel
+from softmoe.evaluate.api import OneModel
 
 if TYPE_CHECKING:
     from softmoe.data import Source
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class InspectArguments(AnyModel):
+class InspectArguments(OneModel):
     """Look inside a model: write figures, inspect.json and inspect.html."""
 
     data: str
@@ -86,7 +86,7 @@ def look(a: InspectArguments, name: str) -> "Inspection":
 
 
 @dataclass(frozen=True)
-class DoctorArguments(AnyModel):
+class DoctorArguments(OneModel):
     """Check a model or a run. Exit code 0 if nothing is wrong, 1 if something is."""
 
     data: str | None = None

@@ -69,7 +69,7 @@ class OthersWeights:
 
 
 @dataclass(frozen=True)
-class AnyModel(OthersWeights):
+class OneModel(OthersWeights):
     """The model of a command that takes others' weights too."""
 
     model: str | Path
@@ -77,7 +77,7 @@ class AnyModel(OthersWeights):
 
 
 @dataclass(frozen=True)
-class OfTwoTowers:
+class TwoTowerModel:
     """The model of a command for images and texts."""
 
     model: str | Path
@@ -116,7 +116,7 @@ def as_list(names: Names) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Evaluate(AnyModel, OverImages):
+class Evaluate(OneModel, OverImages):
     """Accuracy, loss and calibration of a saved model, with a row for every class."""
 
     data: str
@@ -142,7 +142,7 @@ class Evaluate(AnyModel, OverImages):
 
 
 @dataclass(frozen=True)
-class FewShot(AnyModel, OverFeatures):
+class FewShot(OneModel, OverFeatures):
     """Few-shot accuracy of a saved model's features, by ridge regression in closed form."""
 
     data: Names
@@ -173,7 +173,7 @@ class FewShot(AnyModel, OverFeatures):
 
 
 @dataclass(frozen=True)
-class Predict(AnyModel, OverImages):
+class Predict(OneModel, OverImages):
     """The likeliest classes of images."""
 
     images: Names
@@ -193,7 +193,7 @@ class Predict(AnyModel, OverImages):
 
 
 @dataclass(frozen=True)
-class Retrieve(OfTwoTowers, OverFeatures):
+class Retrieve(TwoTowerModel, OverFeatures):
     """Recall at 1, 5 and 10 of two towers, both ways, among all images and all captions of the data."""
 
     data: str
@@ -211,7 +211,7 @@ class Retrieve(OfTwoTowers, OverFeatures):
 
 
 @dataclass(frozen=True)
-class ZeroShot(OfTwoTowers, OverFeatures):
+class ZeroShot(TwoTowerModel, OverFeatures):
     """Accuracy of two towers that know the classes by name only."""
 
     data: str
@@ -233,7 +233,7 @@ class ZeroShot(OfTwoTowers, OverFeatures):
 
 
 @dataclass(frozen=True)
-class Search(OfTwoTowers, OverFeatures):
+class Search(TwoTowerModel, OverFeatures):
     """Find images by a sentence.
 
     The first search of a folder computes its features; later ones, for any text, read them from the cache.
