@@ -10,6 +10,7 @@ activation, image size, pooling, and the mean and std of the pixels. Nothing pic
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from softmoe.models import VisionTransformer, ViTConfig
 from softmoe.models.conventions import POOLS
 from softmoe.storage import Preprocessing, SavedModel, from_pretrained, hub
 from softmoe.storage.adapters import inherited
-from softmoe.storage.files import FileFacts, first_line, read_json, sha256
+from softmoe.storage.files import check_names, first_line, read_json, sha256
 from softmoe.storage.saved import is_saved
 
 SUFFIXES = (".npz", ".safetensors")
@@ -46,10 +47,20 @@ _FAMILIES: dict[str, dict[str, Any]] = {  # what Hugging Face's config.json leav
 class Foreign(SavedModel):
     """A model of another library turned into ours: what a saved model tells, and the model itself.
 
-    `folder` may be a file.
+    `folder` may be a file, and `files` is empty: nobody stated the hashes, so they are computed when first asked for.
     """
 
     model: VisionTransformer = field(kw_only=True)
+    paths: dict[str, Path] = field(kw_only=True)  # of weight files, by name and the options given for it
+
+    def hashes(self) -> dict[str, str]:
+        return {name: hash_once(path, path.stat().st_mtime_ns) for name, path in self.paths.items()}
+
+
+@cache
+def hash_once(path: Path, _changed: int) -> str:
+    """Return the SHA-256 of a file, computed once in a process unless the file was written anew since."""
+    return sha256(path)
 
 
 def open_foreign(where: str | Path, **options: Any) -> Foreign | None:
@@ -61,14 +72,13 @@ def open_foreign(where: str | Path, **options: Any) -> Foreign | None:
     address, more = split_options(str(where))
     options = more | options
     place = locate(address)
+    if place is None and options:
+        raise ValueError(f"{', '.join(options)} can be given for files of others' weights only, not for {address}")
     if place is None:
-        if options:
-            raise ValueError(f"{', '.join(options)} can be given for files of others' weights only, not for {address}")
         return None
     folder = place if place.is_dir() else place.parent
     has_settings = place.is_dir() or place.name.startswith(("model", "open_clip"))
     told, files = read_settings(folder) if has_settings else ({}, [])
-    files = files if place.is_dir() else [place.name]
     tensors = read_safetensors(folder, files) if place.is_dir() else read_tensors(place)
     if any(not name.isprintable() or len(name) > 300 for name in tensors):
         raise ValueError(f"{place} is damaged: it has an array whose name is no text")
@@ -83,12 +93,11 @@ def open_foreign(where: str | Path, **options: Any) -> Foreign | None:
     for name, tensor in model.state_dict().items():
         if not tensor.isfinite().all():
             raise ValueError(f"{place} holds values of {name} that are no finite numbers")
-    shape = seen if seen is not None and "image_size" not in options else model.config.image_shape
+    shape = model.config.image_shape if seen is None or "image_size" in options else seen
     preprocessing = Preprocessing(shape, crop, ratio or Preprocessing.central_ratio)
     known = classes if classes and len(classes) == model.config.num_classes else None
-    paths = [folder / name for name in files]
-    facts = {with_options(path.name, options): FileFacts(path.stat().st_size, sha256(path)) for path in paths}
-    return Foreign(place, model.config, preprocessing, known, facts, model=model.eval())
+    paths = {with_options(n, options): folder / n for n in (files if place.is_dir() else [place.name])}
+    return Foreign(place, model.config, preprocessing, known, {}, model=model.eval(), paths=paths)
 
 
 def convert(tensors: Mapping[str, Any], settings: dict[str, Any], asked: Mapping[str, Any]) -> VisionTransformer:
@@ -129,7 +138,7 @@ def _numbers(text: str) -> float | tuple[float, ...]:
 
 
 def _size(text: str) -> int | tuple[int, int]:
-    sides = [int(part) for part in text.lower().split("x")]
+    sides = [int(part) for part in text.lower().split("x", 1)]
     return sides[0] if len(sides) == 1 else (sides[0], sides[1])
 
 
@@ -204,8 +213,8 @@ def from_timm_config(config: dict[str, Any]) -> dict[str, Any]:
     """Read timm's config.json, with or without a table `pretrained_cfg` in it."""
     p, arguments = config.get("pretrained_cfg") or config, config.get("model_args") or {}
     name = config["architecture"]
-    size = arguments.get("img_size") or p["input_size"][1:]
-    told = {"mean": tuple(p["mean"]), "std": tuple(p["std"]), "image_size": pair(size)}
+    told: dict[str, Any] = {"mean": tuple(p["mean"]), "std": tuple(p["std"])}
+    told["image_size"] = pair(arguments.get("img_size") or p["input_size"][1:])
     pool = arguments.get("global_pool") or config.get("global_pool") or p.get("global_pool")
     if pool:
         if pool not in POOLS:
@@ -215,8 +224,8 @@ def from_timm_config(config: dict[str, Any]) -> dict[str, Any]:
     plain = "gelu_tanh" if "siglip" in name else "quick_gelu" if quick else "gelu"
     told["activation"] = _ACTIVATIONS[arguments.get("act_layer") or plain]
     if "num_heads" in arguments or "giantopt" in name:  # SigLIP 2's giant is as wide as DINOv2's, with other heads
-        told["heads"] = arguments.get("num_heads", 16)
-    told["central_ratio"] = max(1.0, 1.0 / p.get("crop_pct", 0.875))
+        told["heads"] = checked(arguments.get("num_heads", 16), "num_heads", 1, 1 << 16)
+    told["central_ratio"] = max(1.0, 1.0 / checked(p.get("crop_pct", 0.875), "crop_pct", 0.01, 2.0))
     told["crop"] = "resize" if p.get("crop_mode") == "squash" else "central"
     told["classes"] = class_names(config.get("label_names") or p.get("label_names"))
     return told
@@ -235,14 +244,13 @@ def from_hugging_face(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     if activation not in _ACTIVATIONS:
         raise ValueError(f"{folder} uses the activation {activation!r}, expected one of {', '.join(_ACTIVATIONS)}")
     told: dict[str, Any] = {
-        "heads": vision["num_attention_heads"],
+        "heads": checked(vision["num_attention_heads"], "num_attention_heads", 1, 1 << 16),
         "activation": _ACTIVATIONS[activation],
         "norm_eps": vision["layer_norm_eps"],
         "image_size": pair(vision["image_size"]),
         "classes": class_names(config.get("id2label")),
     }
-    path = folder / "preprocessor_config.json"
-    if path.is_file():
+    if (path := folder / "preprocessor_config.json").is_file():
         p = read_json(path)
         if p.get("do_normalize", True) and "image_mean" in p:
             told |= {"mean": tuple(p["image_mean"]), "std": tuple(p["image_std"])}
@@ -250,7 +258,7 @@ def from_hugging_face(config: dict[str, Any], folder: Path) -> dict[str, Any]:
         edge = size.get("shortest_edge") if isinstance(size, dict) else None
         if edge and p.get("do_center_crop", True) and cut:
             told["seen_size"] = pair(cut)
-            told["central_ratio"] = max(1.0, edge / min(told["seen_size"]))
+            told["central_ratio"] = max(1.0, checked(edge, "shortest_edge", 1, 1 << 16) / min(told["seen_size"]))
         else:
             told["crop"] = "resize"
     return told
@@ -276,7 +284,14 @@ def class_names(values: Any) -> tuple[str, ...] | None:
         values = [values[str(index)] for index in range(len(values)) if str(index) in values]
     if not isinstance(values, list) or not values or str(values[0]).startswith("LABEL_"):
         return None
-    return tuple(map(str, values))
+    return check_names(map(str, values), "these weights")
+
+
+def checked(value: Any, key: str, least: float, most: float) -> Any:
+    """Return a number of others' settings; ValueError if it is none, or one that no model has."""
+    if type(value) not in (int, float) or not least <= value <= most:  # also false for NaN
+        raise ValueError(f"{key} is from {least} to {most}, not {value!r:.100}")
+    return value
 
 
 def pair(size: Any) -> tuple[int, int]:

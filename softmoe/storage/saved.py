@@ -149,8 +149,12 @@ class SavedModel:
     @property
     def fingerprint(self) -> str:
         """Return a hash of architecture and weights: equal for equal models, wherever they lie."""
-        facts = {"architecture": self.architecture.to_dict(), "files": {n: f.sha256 for n, f in self.files.items()}}
+        facts = {"architecture": self.architecture.to_dict(), "files": self.hashes()}
         return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=12).hexdigest()
+
+    def hashes(self) -> dict[str, str]:
+        """Return the SHA-256 of each weight file."""
+        return {name: facts.sha256 for name, facts in self.files.items()}
 
 
 def open_saved(where: str | Path, *, revision: str | None = None) -> SavedModel:
@@ -195,18 +199,15 @@ def read_saved(folder: Path) -> SavedModel:
     values = read_json(path)
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise ValueError(f'{path} is not that of a saved model: it lacks "format": "{FORMAT}"')
-    if values.get("format_version") != FORMAT_VERSION:
-        raise ValueError(
-            f"{path} has format version {values.get('format_version')!r}, but this softmoe reads version "
-            f"{FORMAT_VERSION}; update softmoe, or save the model again"
-        )
+    if (version := values.get("format_version")) != FORMAT_VERSION:
+        what = f"format version {version!r:.100}, but this softmoe reads version {FORMAT_VERSION}"
+        raise ValueError(f"{path} has {what}; update softmoe, or save the model again")
     try:
         if "kind" in values and values["kind"] not in _KINDS:
             raise ValueError(f"the kind of model is {values['kind']!r}, expected 'vit' or 'two_tower'")
         keys = _KINDS[values.get("kind", "vit")]
         check_keys(values, keys, "")
-        missing = [key for key in keys if key not in values]
-        if missing:
+        if missing := [key for key in keys if key not in values]:
             raise ValueError(f"{missing[0]!r} is missing")
         architecture = parse_architecture(values["architecture"])
         image, towers = split_architecture(architecture)
@@ -227,7 +228,7 @@ def read_saved(folder: Path) -> SavedModel:
             None if towers is None else read_tokenizer(folder, values["tokenizer"]),
         )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path} does not describe a model: {error}") from error
+        raise ValueError(f"{path} does not describe a model: {error!s:.500}") from error
 
 
 def read_checkpoint_model(folder: Path) -> SavedModel:
@@ -247,12 +248,10 @@ def read_checkpoint_model(folder: Path) -> SavedModel:
             {name: files[name]},
             provenance={"run": run["run_name"], "step": step, "recipe_data": run["data"]["train"]},
             towers=towers,
-            tokenizer=None
-            if towers is None
-            else tokenizer_of_run(folder.resolve().parent.parent, run["text"]["lower"]),
+            tokenizer=towers and tokenizer_of_run(folder.resolve().parent.parent, run["text"]["lower"]),
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{folder} is not a readable checkpoint: {error}") from error
+        raise ValueError(f"{folder} is not a readable checkpoint: {error!s:.500}") from error
 
 
 def parse_architecture(values: Mapping[str, Any]) -> Architecture:

@@ -14,6 +14,7 @@ from tower_parts import quick_gelu
 from towers import HuggingFaceDinov2, HuggingFaceTower, HuggingFaceViT, OpenClip, Timm
 
 from softmoe import save_pretrained
+from softmoe.convert import foreign
 from softmoe.convert.foreign import from_timm_config, open_foreign, read_model
 
 IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
@@ -58,6 +59,40 @@ def test_timm_folder(tmp_path: Path):
     mean = Timm(pool="avg")
     check(mean, write(tmp_path / "c", mean, config=TIMM | {"global_pool": "avg"}))
     check(plain, tmp_path / "a" / "model.safetensors")  # the file in its folder
+
+
+def test_hashed_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Opening hashes nothing; the fingerprint does, once for a file however often it is opened."""
+    plain, hashed = Timm(), []
+    monkeypatch.setattr(foreign, "sha256", lambda path: hashed.append(path.parent.name) or f"hash of {path}")
+    folders = [write(tmp_path / name, plain, config=TIMM) for name in "ab"]
+    first, again, other = opened = [open_foreign(folder) for folder in (folders[0], *folders)]
+    assert None not in opened
+    assert hashed == []
+    assert first.fingerprint == again.fingerprint != other.fingerprint  # pyright: ignore[reportOptionalMemberAccess]
+    assert hashed == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"pretrained_cfg": TIMM["pretrained_cfg"] | {"crop_pct": float("nan")}}, "crop_pct is from"),
+        ({"pretrained_cfg": TIMM["pretrained_cfg"] | {"crop_pct": -1}}, "crop_pct is from"),
+        ({"model_args": {"num_heads": True}}, "num_heads is from"),
+        ({"label_names": ["\x1b[2J", "b", "c", "d", "e"]}, "control characters"),
+    ],
+)
+def test_settings_that_no_model_has(change, words, tmp_path: Path):
+    """Numbers out of their range are not rounded to something in silence, and names do nothing to a terminal."""
+    folder = write(tmp_path / "a", Timm(), config=TIMM | change)
+    with pytest.raises(ValueError, match=words):
+        open_foreign(folder)
+
+
+def test_a_size_of_three_sides(tmp_path: Path):
+    """An image has two sides."""
+    with pytest.raises(ValueError, match=r"image_size .* cannot be '12x12x12'"):
+        open_foreign(f"{write(tmp_path / 'a', Timm(), config=TIMM)}?image_size=12x12x12")
 
 
 @pytest.mark.parametrize(
