@@ -19,6 +19,7 @@ import stat
 import sys
 import threading
 import types
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -243,9 +244,8 @@ def parse_json(text: str, where: Path) -> Any:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in found if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} is there twice")
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"the key {reprlib.repr(max(counts, key=counts.__getitem__))} is there twice")
     return found
 
 
@@ -324,11 +324,12 @@ def check_keys(values: Any, known: Iterable[str], path: str) -> None:
     """ValueError unless `values` is a table with no other keys than the known ones; `path` is written before a key."""
     if not isinstance(values, Mapping):
         raise ValueError(f"{path.rstrip('.') or 'it'} must be an object, not {reprlib.repr(values)}")
-    known = list(known)
+    names = dict.fromkeys(known)
     for key in values:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
-            raise ValueError(f"unknown key {path + str(key)!r}, did you mean {path + near!r}?")
+        if key not in names:
+            word = str(key)[:100]  # the work grows with its square
+            near = difflib.get_close_matches(word, names, n=1, cutoff=0.0)[0]
+            raise ValueError(f"unknown key {path + word!r}, did you mean {path + near!r}?")
 
 
 def _join(path: str, key: Any) -> str:

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from softmoe.storage.files import FileFacts, check_keys, first_line, sha256, write_json
+from softmoe.storage.files import FileFacts, check_keys, first_line, parse_json, sha256, write_json
 
 SHARD_BYTES = 4 * 10**9
 HEADER_BYTES = 16_000_000
@@ -217,13 +217,18 @@ def refuse_pickle(path: Path) -> None:
 
 
 def check_header(path: Path) -> None:
-    """OSError for what cannot be a safetensors file: a pipe, which would be waited for, or a header without bounds."""
+    """OSError for what cannot be a safetensors file: a pipe, which would be waited for, or a header without bounds.
+
+    ValueError for a header that names a tensor twice, of which safetensors would take the last without a word.
+    """
     if not path.is_file():
         raise OSError("it is not a plain file")
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
+        header = file.read(min(size, HEADER_BYTES)).decode(errors="replace")
     if size > HEADER_BYTES:
         raise OSError(f"its header has {size:,} bytes, {HEADER_BYTES:,} are the limit")
+    parse_json(header, Path("its header"))
 
 
 class WeightFiles:
@@ -239,7 +244,7 @@ class WeightFiles:
                 check_header(folder / file)
                 handle = self._stack.enter_context(safe_open(folder / file, framework="pt", device="cpu"))
                 names, metadata = handle.keys(), handle.metadata()
-            except (SafetensorError, OSError) as error:
+            except (SafetensorError, OSError, ValueError) as error:
                 self._stack.close()
                 raise ValueError(f"{folder / file} is not a readable safetensors file: {first_line(error)}") from error
             for name in names:

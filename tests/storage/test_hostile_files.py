@@ -10,7 +10,7 @@ from saved_models import NAMES, edit, refused, restate, tiny
 
 import softmoe
 from softmoe.data import Tokenizer
-from softmoe.storage import Snapshot, open_saved, write_checkpoint
+from softmoe.storage import Snapshot, files, open_saved, write_checkpoint
 from softmoe.storage.checkpoint import copy_tensors
 from softmoe.storage.files import MAX_JSON_BYTES, printable, read_bytes, read_json
 from softmoe.storage.weights import HEADER_BYTES, WeightFiles
@@ -47,6 +47,58 @@ def test_headers_are_bounded(saved):
     os.truncate(path, HEADER_BYTES + 100)
     restate(saved)
     refused(saved, f"its header has {HEADER_BYTES + 1:,} bytes")
+
+
+def test_a_tensor_that_is_there_twice(saved):
+    """A header that gives two places for one tensor is refused, where safetensors would take the last."""
+    path = saved / "model.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    text = json.dumps(header)[:-1] + f', "head.bias": {json.dumps(header["head.bias"])}}}'
+    path.write_bytes(len(text).to_bytes(8, "little") + text.encode() + data[8 + length :])
+    restate(saved)
+    refused(saved, "model.safetensors", "the key 'head.bias' is there twice")
+
+
+class CountedWord(str):
+    """A text that counts how often one is compared with another."""
+
+    compared = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other):
+        CountedWord.compared += 1
+        return str.__eq__(self, other)
+
+
+def test_the_work_grows_with_the_keys_and_not_their_square(monkeypatch):
+    """A table of a million names, one of them twice or unknown, is looked through once; long names are cut."""
+    monkeypatch.setattr(CountedWord, "compared", 0)
+    words = [CountedWord(f"k{i}") for i in range(2000)]
+    files.check_keys(dict.fromkeys(words), words, "")
+    with pytest.raises(ValueError, match="'k1999' is there twice"):
+        files._unique([(word, 0) for word in (*words, words[-1])])
+    assert CountedWord.compared < 100
+    with pytest.raises(ValueError, match="unknown key 'kkk") as caught:
+        files.check_keys({"k" * 1_000_000: 1}, ["kind"], "")
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda c: c.update(format_version="x" * 1_000_000),
+        lambda c: c["preprocessing"].update(crop="x" * 1_000_000),
+        lambda c: c["architecture"]["moe"].update(router="x" * 1_000_000),
+    ],
+)
+def test_long_values_are_cut(change, saved):
+    """What is wrong with a config.json is said without repeating a megabyte of it."""
+    edit(saved, change)
+    with pytest.raises(ValueError, match="xxx") as caught:
+        open_saved(saved)
+    assert len(str(caught.value)) < 1000
 
 
 def test_weights_that_are_a_pipe(tmp_path):
