@@ -37,6 +37,11 @@ MAX_SCANS = (
     100  # of a progressive JPEG, each a pass over all of it: encoders make about ten, by hand one may make thirty
 )
 MAX_SCANNED = 20 * MAX_PIXELS  # pixels times scans
+MAX_SEGMENTS = 10_000  # of a JPEG before its pixels: with 64 KB each more than a file may have
+MAX_CHUNKS = 100_000  # of a PNG: encoders put 8 KB or more into each
+MAX_BLOCKS = 10_000  # of a GIF before its first picture
+MAX_HEADER = 100_000  # bytes of a PPM's, with its comments
+MAX_PLAIN = 5_000_000  # pixels of a PPM that are written as text
 MAX_COMMENTS = 100
 MAX_TABLE = 300_000  # numbers in a table of a TIFF: 65,535 strips of four colors are fewer
 
@@ -142,9 +147,11 @@ def _check_size(width: int, height: int, max_pixels: int) -> None:
 def _check_jpeg(data: bytes, max_pixels: int) -> None:
     """Sizes and scans by the markers, found as libjpeg finds them. Where one scan holds all colors of a sequential
     JPEG, libjpeg takes no second one, and the walk ends there: photos cost microseconds."""
-    place, pixels, colors, many, scans = 2, 0, 0, False, 0
+    place, pixels, colors, many, scans, segments = 2, 0, 0, False, 0, 0
     while (found := _MARKER.search(data, place)) is not None:
-        marker, place = found[1][0], found.end()
+        marker, place, segments = found[1][0], found.end(), segments + 1
+        if segments > MAX_SEGMENTS:
+            raise _Refused(f"it has more than {MAX_SEGMENTS:,} segments")
         if marker == _END:
             return
         if marker in _NO_LENGTH or len(data) < place + 2:
@@ -162,6 +169,39 @@ def _check_jpeg(data: bytes, max_pixels: int) -> None:
                 raise _Refused(f"it has too many scans: {MAX_SCANS} are allowed, fewer where it is large")
             many = True
         place += max(2, int.from_bytes(data[place : place + 2]))
+
+
+def _check_png(data: bytes) -> None:
+    """Pillow looks at each chunk."""
+    place = 8
+    for _ in range(MAX_CHUNKS):
+        if place >= len(data):
+            return
+        place += 12 + int.from_bytes(data[place : place + 4])
+    raise _Refused(f"it has more than {MAX_CHUNKS:,} chunks")
+
+
+def _check_gif(data: bytes) -> None:
+    """Pillow keeps the comments before the first picture, which come in blocks of as little as a byte."""
+    place = 13 + (3 << (data[10] & 7) + 1 if len(data) > 10 and data[10] & 128 else 0)
+    for _ in range(MAX_BLOCKS):
+        match data[place : place + 1]:
+            case b"!":
+                place += 2
+            case b"," | b";" | b"":
+                return
+            case size:
+                place += 1 + size[0]
+    raise _Refused(f"it has more than {MAX_BLOCKS:,} blocks before its first picture")
+
+
+def _check_ppm(data: bytes) -> None:
+    """Pillow reads the header byte by byte, comments too, and numbers that are text one by one."""
+    parts = re.sub(rb"#[^\r\n]*[\r\n]?", b"", data[:MAX_HEADER]).split(None, 4)
+    if len(parts) < (3 if data[:2] in (b"P1", b"P4") else 4):
+        raise _Refused("its header is not whole or too long")
+    if data[:2] in (b"P1", b"P2", b"P3") and parts[1].isdigit() and parts[2].isdigit():
+        _check_size(int(parts[1][:9]), int(parts[2][:9]), MAX_PLAIN)
 
 
 def _check_comments(data: bytes) -> None:
@@ -204,8 +244,9 @@ def _decode_simplejpeg(data: bytes, min_side: MinSide, max_pixels: int) -> np.nd
 
 def _decode_pillow(data: bytes, min_side: MinSide, max_pixels: int) -> np.ndarray:
     _check_comments(data)
-    if data[:2] in (b"II", b"MM"):
-        _check_tables(data)
+    for start, check in _CHECKS.items():
+        if data.startswith(start):
+            check(data)
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         _check_size(*image.size, max_pixels)  # before anything asks for more than the header, as EXIF may
         if image.format == "TIFF":
@@ -217,6 +258,9 @@ def _decode_pillow(data: bytes, min_side: MinSide, max_pixels: int) -> np.ndarra
             image.draft(image.mode, (side, side))
         upright = ImageOps.exif_transpose(image) if orientation != 1 else image
         return to_rgb(upright)
+
+
+_CHECKS = {b"II": _check_tables, b"MM": _check_tables, b"\x89PNG": _check_png, b"GIF8": _check_gif, b"P": _check_ppm}
 
 
 def _check_tiles(image: Image.Image, max_pixels: int) -> None:

@@ -125,6 +125,7 @@ class _Decoder:
 def _decode_requests(pipe: Connection, read: Read, seconds: float) -> None:
     """A child's life: a body in, pixels or a sentence out. The alarm ends it if nobody is left who could."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libtiff and the form's parser would let strangers fill the log
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     with contextlib.suppress(EOFError, OSError):
         while True:

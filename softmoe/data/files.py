@@ -23,6 +23,7 @@ from softmoe.storage.files import whole_file
 
 _UNPACKED_BYTES, _UNPACKED_RATIO = 1_000_000_000, 200  # a .gz may unpack to the larger of so much and so many times it
 _HEADER_BYTES = 16_000_000  # of a tar: long names and the like
+MAX_NAME = 4096  # characters: the longest path of a file on Linux
 MAX_TEXT = 16_000_000  # bytes of what is beside an image: captions, labels
 
 
@@ -113,6 +114,8 @@ def tar_members(path: Path) -> Iterator[tuple[str, int, int]]:
             for member in tar:
                 if member.offset <= last or member.size < 0:
                     raise tarfile.ReadError(f"the member {member.name[:80]!r} has a wrong size")
+                if len(member.name) > MAX_NAME:
+                    raise tarfile.ReadError(f"a name has more than {MAX_NAME:,} characters")
                 if member.isreg():
                     if member.issparse():
                         raise tarfile.ReadError(f"the member {member.name[:80]!r} is stored with holes")

@@ -27,6 +27,7 @@ from softmoe.inference.service import Service
 
 try:
     import uvicorn
+    from h11 import LocalProtocolError
     from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
     raise ValueError(f"the service needs {error.name}: pip install 'softmoe-vit[serve]'") from error
@@ -67,6 +68,16 @@ class Connection(H11Protocol):
         if not self.answering and self.cycle is not None and not self.cycle.response_complete:
             self.answering = True
             self._expire_after(self.limits.timeout + self.limits.header_seconds)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP. If it is the body of a request, that one is over: the answer was its own."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        try:
+            super().send_400_response(msg)
+        except LocalProtocolError:  # an answer is already on its way
+            self.transport.abort()
 
     def on_response_complete(self) -> None:
         self.began = self.answering = False

@@ -59,6 +59,13 @@ def test_thousands_of_chained_names(tmp_path):
     refused(lambda: list(tar_members(path)), "chained.tar")
 
 
+def test_names_are_bounded(tmp_path):
+    """A name of megabytes, as the newer headers allow, would come back in messages."""
+    with tarfile.open(tmp_path / "long.tar", "w", format=tarfile.PAX_FORMAT) as tar:
+        tar.addfile(tarfile.TarInfo("a/" + "b" * 5_000_000 + ".jpg"))
+    refused(lambda: list(tar_members(tmp_path / "long.tar")), "long.tar", "more than 4,096 characters")
+
+
 def test_sparse_member(tmp_path):
     """A member of 2^62 bytes with holes takes no space in the archive, and is refused."""
     path = tmp_path / "sparse.tar"

@@ -15,7 +15,7 @@ from PIL import Image
 
 from softmoe.data import BrokenImage, open_source
 from softmoe.data import decode as module
-from softmoe.data.decode import MAX_SCANS, decode
+from softmoe.data.decode import MAX_BLOCKS, MAX_CHUNKS, MAX_SCANS, MAX_SEGMENTS, decode
 
 EPS = b"""%!PS-Adobe-3.0 EPSF-3.0
 %%BoundingBox: 0 0 10 10
@@ -110,6 +110,45 @@ def test_scan_bombs(encoded, picture):
     assert decode(repeated, "x").shape == (64, 64, 3)
     wide = resized(data, 7000, 7000)  # 49 million pixels, ten scans each: as much as is allowed
     refused(many_scans(wide, 20), "too many scans")
+
+
+@pytest.mark.parametrize("marker", [0xFE, 0xE5, 0xDB])
+def test_segment_bombs(marker, encoded, picture):
+    """Millions of tiny segments would be walked one by one; as many as a file has room for full ones are allowed."""
+    jpeg, tiny = encoded(picture(1), "JPEG"), segment(marker, b"")
+    if marker != 0xDB:
+        assert decode(jpeg[:2] + tiny * (MAX_SEGMENTS - 50) + jpeg[2:], "x").shape == (24, 32, 3)
+    refused(jpeg[:2] + tiny * MAX_SEGMENTS + jpeg[2:], "more than 10,000 segments")
+
+
+@pytest.mark.parametrize("name", [b"abCd", b"tEXt"])
+def test_chunk_bombs(name, encoded, picture):
+    """Millions of empty chunks of a PNG would be looked at one by one."""
+    png, body = encoded(picture(1), "PNG"), b"k\0" if name == b"tEXt" else b""
+    chunk = struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+    assert decode(png[:33] + chunk * 1000 + png[33:], "x").shape == (24, 32, 3)
+    refused(png[:33] + chunk * MAX_CHUNKS + png[33:], "more than 100,000 chunks")
+
+
+def test_block_bombs(encoded, picture):
+    """Comments of a GIF in millions of blocks of a byte each would take gigabytes; whole blocks are fine."""
+    gif = encoded(picture(1), "GIF")
+    head = 13 + (3 << (gif[10] & 7) + 1)
+    for block, count in ((b"\x01a", MAX_BLOCKS), (b"", 0)):
+        comments = (b"!\xfe" + block * count + b"\0") * (1 if count else MAX_BLOCKS)
+        refused(gif[:head] + comments + gif[head:], "more than 10,000 blocks")
+    long = b"!\xfe" + (b"\xff" + b"a" * 255) * 1000 + b"\0"
+    assert decode(gif[:head] + long + gif[head:], "x").shape == (24, 32, 3)
+
+
+def test_headers_of_ppm(picture, encoded):
+    """Comments that fill the header are not read byte by byte, wherever they stand; nor are millions of words."""
+    ppm = encoded(picture(1), "PPM")
+    assert (decode(b"P6 # one\n" + ppm[2:], "x") == picture(1)).all()
+    long = b"#" + b"a" * 200_000 + b"\n"
+    for start in (b"P6 ", b"P6 40 ", b"P6 40 30 ", b"P6 4#\n0#\n 3#\n0 "):
+        refused(start + long + b"40 30 255\n" + ppm[15:], "header")
+    refused(b"P2 3000 3000 255 " + b"1 " * 9_000_000, "too many pixels")
 
 
 def test_embedded_thumbnails_and_trailing_data_are_not_counted(encoded, picture):

@@ -341,3 +341,19 @@ def test_more_connections_than_files(process):
     made.send_signal(signal.SIGTERM)
     assert made.wait(timeout=60) == 0
     assert len(log.read_text().splitlines()) <= 2
+
+
+def test_strangers_write_nothing_into_the_log(process):
+    """Bodies that are not HTTP, and forms that are none, are refused without a line in the log, however many come."""
+    port, made, log = process
+    chunked = b"POST /classify HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    for body in (b"f" * 40 + b"\r\n", b"1;" + b"a" * 200_000, b"zz\r\n", b"5\r\nab"):
+        connection = connect(port)
+        connection.sendall(chunked + body)
+        assert b" 4" in everything(connection)[:12]
+    for kind in ("multipart/form-data", "multipart/form-data; boundary=yy"):
+        assert ask(port, "/classify", form(b"b'a'"), **{"Content-Type": kind})[0] == 400
+    assert ask(port, "/classify", b"b'fine'") == (200, b'{"said":"fine"}')
+    made.send_signal(signal.SIGTERM)
+    assert made.wait(timeout=60) == 0
+    assert log.read_text() == ""
