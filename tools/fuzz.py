@@ -78,9 +78,7 @@ def fuzz(arguments: argparse.Namespace) -> Progress:
     total = sum(SHARES.get(name, 1) for name in names)
     wanted = {name: -(-arguments.inputs * SHARES.get(name, 1) // total) for name in names}
     given = {name: progress.done.get(name, 0) for name in names}
-    turn = BATCH * min(
-        max(4, int(arguments.seconds) // 60), 40
-    )  # a child starts in seconds: longer turns in longer runs
+    turn = BATCH * max(4, int(arguments.seconds) // 60)  # a child starts in seconds: longer turns in longer runs
     children: list[Child] = []
     lost: dict[str, list[tuple[int, int]]] = {name: [] for name in names}  # what a dead child was to do
 
