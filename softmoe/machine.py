@@ -133,7 +133,8 @@ def _bfloat16_product() -> None:
 def choose_device(name: str, place: int | None = None) -> "torch.device":
     """Return the device that `name` (auto, cpu, cuda, cuda:1, mps) means here. ValueError if it cannot be used.
 
-    `place` is the number of this process on its machine, if there are several: each takes a GPU of its own.
+    `place` is the number of this process on its machine, if there are several: each takes a GPU of its own. A GPU
+    becomes the current one of this thread, for all that names none: kernels, events, timings.
     """
     import torch
 
@@ -148,10 +149,25 @@ def choose_device(name: str, place: int | None = None) -> "torch.device":
         raise ValueError(f"the device {name!r} cannot be used here: it is none of {known}") from error
     try:
         torch.empty(1, device=device)
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)
     except (RuntimeError, AssertionError) as error:
         why = "torch finds no Apple GPU" if device.type == "mps" else str(error).splitlines()[0]
         raise ValueError(f"the device {name!r} cannot be used here: {why}") from error
     return device
+
+
+def event_on(device: "torch.device") -> "torch.cuda.Event":
+    """Return an event that has come when all work is done that this thread gave to the CUDA device until now.
+
+    An event that is told no stream takes that of the current device, which need not be this one: each thread begins
+    with the first.
+    """
+    import torch
+
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def make_deterministic() -> None:
@@ -180,7 +196,7 @@ def choose_precision(
 
     cuda = device.type == "cuda"
     if cuda:
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = wanted != "exact"
+        allow_tf32(wanted != "exact")
     if wanted in ("float32", "exact") or (wanted == "auto" and not cuda):
         return None
     if torch.cuda.is_bf16_supported(including_emulation=False) if cuda else device.type == "cpu" and bfloat16_works():
@@ -188,3 +204,16 @@ def choose_precision(
     if report is not None and wanted == "bfloat16":
         report("precision: this machine has no working bfloat16, going on in float32")
     return None
+
+
+def allow_tf32(allowed: bool) -> None:
+    """Let CUDA devices multiply float32 numbers in TF32, or not.
+
+    Of torch's two switches this is the older one: it also sets the newer, whichever was used before. To set the newer
+    alone is an error in torch 2.9 as soon as a compiler asks for the older; there the older one warns.
+    """
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Please use the new API settings to control TF32")
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed

@@ -5,11 +5,12 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 
-from softmoe.machine import bfloat16_works, choose_precision, safe_instruction_set
+from softmoe.machine import allow_tf32, bfloat16_works, choose_device, choose_precision, safe_instruction_set
 
 CAPS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 GUARDS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", *CAPS)
@@ -96,6 +97,36 @@ def test_precision_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("softmoe.machine.bfloat16_works", lambda: False)
     assert choose_precision("bfloat16", cpu, said.append) is None
     assert "no working bfloat16" in said[0]
+
+
+def test_a_named_gpu_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuda:1 is set for all that names no device, and so is the GPU of each of several processes; cuda is as it is."""
+    import torch
+
+    became: list[torch.device] = []
+    monkeypatch.setattr(torch, "empty", lambda *_, device: None)
+    monkeypatch.setattr(torch.cuda, "set_device", became.append)
+    assert choose_device("cuda:1") == choose_device("cuda", place=1) == torch.device("cuda:1")
+    assert choose_device("cuda") == torch.device("cuda")
+    assert became == [torch.device("cuda:1")] * 2
+
+
+@pytest.mark.parametrize("before", ["allow_tf32", "fp32_precision"])
+def test_tf32_is_set_by_both_switches(before: str) -> None:
+    """Whichever of torch's switches was used before, both say the same afterwards, and nothing warns."""
+    import torch
+
+    matmul = torch.backends.cuda.matmul
+    old = matmul.fp32_precision
+    try:
+        for allowed in (True, False):
+            setattr(matmul, before, {"allow_tf32": not allowed, "fp32_precision": "tf32"}[before])
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                allow_tf32(allowed)
+            assert (matmul.allow_tf32, matmul.fp32_precision) == (allowed, "tf32" if allowed else "ieee")
+    finally:
+        matmul.fp32_precision = old
 
 
 PARENT = """

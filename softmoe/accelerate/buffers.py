@@ -20,8 +20,8 @@ from softmoe.moe import Experts
 
 MAX_IN_FLIGHT = 2
 """Gradients of one shape that are written or used up at the same time."""
-ASKED = ("cpu",)
-"""Devices whose numbers can be looked at without waiting."""
+ASKED = ("cpu", "mps")
+"""Devices whose numbers are looked at in a step; others skip a bad one themselves."""
 WAITING = 64 << 20
 """Bytes of small gradients that updates in the backward pass let wait for each other."""
 _Kind = tuple[torch.Size, torch.dtype, torch.device]
@@ -176,7 +176,7 @@ class InBackward:
         self._beside = ThreadPoolExecutor(1, "update") if _waits_for_memory(optimizer) else None
         self._running: list[Future[None]] = []
         self._spoiled: Tensor | None = None
-        """On a GPU: whether the loss is not finite."""
+        """On CUDA: whether the loss is not finite."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.register_post_accumulate_grad_hook(self._on_grad_ready)

@@ -5,8 +5,9 @@ A kernel that cannot run there, or whose numbers are wrong there, is not used. W
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -55,7 +56,12 @@ def may_use(*tensors: Tensor) -> bool:
 
 
 def kernel_is_faster(name: str, plain: Implementation, kernel: Implementation, *inputs: Tensor) -> bool:
-    """True if the kernel is the faster way for such inputs: the first call for a shape times both."""
+    """True if the kernel is the faster way for such inputs: the first call for a shape times both.
+
+    Where algorithms must be deterministic it never is: which way is faster may change from run to run, and bits too.
+    """
+    if torch.are_deterministic_algorithms_enabled():
+        return False
     grad = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
     device = inputs[0].device
     kind = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else inputs[0].dtype
@@ -81,7 +87,7 @@ def compare(
     times: dict[Implementation, list[float]] = {plain: [], kernel: []}
     try:
         right, found = (outputs_and_gradients(way, inputs, grad) for way in (plain, kernel))
-        error = max(_distance(one, other) for one, other in zip(found, right, strict=True))
+        error = max(distance(one.float(), other.float()) for one, other in zip(found, right, strict=True))
         if not error <= largest_error:
             return Choice(False, f"torch: the kernel's numbers are {error:.1e} away from torch's")
         del right, found  # in the middle of a first step memory may be short
@@ -125,8 +131,39 @@ def _seconds(way: Implementation, inputs: tuple[Tensor, ...], grad: bool) -> flo
     return begin.elapsed_time(end) / 1e3
 
 
-def _distance(one: Tensor, other: Tensor) -> float:
-    return float((one.float() - other.float()).norm() / other.float().norm().clamp(min=1e-30))
+def distance(one: Tensor, other: Tensor) -> float:
+    """Return the norm of the difference as a share of the other's."""
+    return float((one - other).norm() / other.norm().clamp(min=1e-30))
+
+
+def kernel_errors(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
+    """Yield how far each kernel on the device is from float64 on the CPU, as a share of the norm.
+
+    Soft routing and experts with gradients and with products in `dtype`; of AdamW what a first step makes of weights
+    and moments, which are bfloat16.
+    """
+    from softmoe.accelerate import triton_adamw, triton_experts, triton_soft
+
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), device="cpu")
+    mask, shapes = draw(3, 70) < 0.5, ((4, 70, 136), (4, 136, 72), (4, 72), (4, 136, 72), (4, 136))
+    soft = [
+        partial(way, True, (25, 2), mask.to(place))
+        for way, place in ((triton_soft.by_torch, "cpu"), (triton_soft.by_kernels, device))
+    ]
+    experts = [draw(shape).to(dtype) / (10 if len(shape) == 3 and shape[1] == 136 else 1) for shape in shapes]
+    for name, plain, kernel, inputs in (
+        ("soft routing", *soft, [draw(3, 70, 136).to(dtype), draw(136, 50)]),
+        ("experts", triton_experts.by_torch, triton_experts.by_kernels, experts),
+    ):
+        right = outputs_and_gradients(plain, tuple(t.double().requires_grad_() for t in inputs), True)
+        found = outputs_and_gradients(kernel, tuple(t.to(device).requires_grad_() for t in inputs), True)
+        yield name, max(distance(a.cpu().double(), b) for a, b in zip(found, right, strict=True))
+    weight, gradient = draw(2, 5000)
+    right = triton_adamw.first_step_exactly(weight.double(), gradient.double())
+    moments = torch.zeros(2, 5000, dtype=torch.bfloat16, device="cpu")
+    rows = (row.to(device) for row in (weight, gradient, *moments))
+    found = triton_adamw.first_step(triton_adamw.update_each, *rows).cpu().double()
+    yield "AdamW", max(distance(a, b) for a, b in zip(found.chunk(3), right, strict=True))
 
 
 def timings() -> list[str]:

@@ -16,6 +16,8 @@ from softmoe.accelerate.guards import Off
 if TYPE_CHECKING:  # without that technique there is no such optimizer, and nothing here is called
     from softmoe.accelerate.optimizer import Flat
 
+SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+"""Of the first step by which ways are compared."""
 Rows = list[tuple["Flat", Tensor]]
 
 
@@ -30,15 +32,16 @@ def switch_on(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
 def by_kernel(rows: Rows, indices: list[int], group: dict[str, Any], skip: Tensor | None) -> bool:
     """Update all rows if the kernel is the faster way for the largest of them; False if nothing was done.
 
-    Where `skip` is 1 nothing changes. `indices` are the parameters' numbers, which the rounding depends on.
+    Where `skip` is 1 nothing changes. `indices` are the parameters' numbers, which the rounding depends on. Both ways
+    are tried on no more than TOGETHER numbers: copies of all experts of a layer may be gigabytes.
     """
-    from softmoe.accelerate.optimizer import update_together
+    from softmoe.accelerate.optimizer import TOGETHER, update_together
 
     if not all(fastest.may_use(*flat) and flat.gradient.is_contiguous() for flat, _ in rows):
         return False
     largest = max((flat for flat, _ in rows), key=lambda flat: flat.weight.numel())
-    plain, kernel = (partial(_on_copies, way) for way in (partial(_ignore_indices, update_together), update_each))
-    if not fastest.kernel_is_faster("AdamW", plain, kernel, *largest):
+    plain, kernel = (partial(first_step, way) for way in (partial(_ignore_indices, update_together), update_each))
+    if not fastest.kernel_is_faster("AdamW", plain, kernel, *(part[:TOGETHER] for part in largest)):
         return False
     update_each(rows, indices, group, skip)
     return True
@@ -68,11 +71,19 @@ def _ignore_indices(way: Any, rows: Rows, indices: list[int], group: dict[str, A
     way(rows, group, skip)
 
 
-def _on_copies(way: Any, *tensors: Tensor) -> Tensor:
-    """A first step on copies, which both ways make; returns all that a step changes."""
+def first_step_exactly(weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What AdamW makes of a weight and of two moments of zero in its first step, whose corrections cancel."""
+    (beta1, beta2), rate = SETTINGS["betas"], SETTINGS["lr"]
+    kept = weight * (1 - rate * SETTINGS["weight_decay"])
+    step = rate * gradient / (gradient.abs() + SETTINGS["eps"])
+    return kept - step, (1 - beta1) * gradient, (1 - beta2) * gradient.square()
+
+
+def first_step(way: Any, *tensors: Tensor) -> Tensor:
+    """A first step on copies of weight, gradient and both moments; returns all that a step changes, one after the
+    other."""
     from softmoe.accelerate.optimizer import Flat
 
     flat = Flat(*(tensor.detach().clone() for tensor in tensors))
-    settings = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
-    way([(flat, torch.zeros((), device=flat.weight.device))], [1], settings, None)
+    way([(flat, torch.zeros((), device=flat.weight.device))], [1], SETTINGS, None)
     return torch.cat([flat.weight.float(), flat.first.float(), flat.second.float()])

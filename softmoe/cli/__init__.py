@@ -55,6 +55,11 @@ FILES = {
     "transfer": ("finetune", "soup", "upcycle"),
 }
 
+LESS_MEMORY = (
+    "Take fewer images at a time (--batch-size); in training --accumulate 2 computes a batch in two parts, "
+    "--activation-gb 8 computes blocks twice until the rest fits, --optim.states bfloat16 halves the optimizer's memory"
+)
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command. A user's mistake ends in one line on stderr and exit code 2, never in a traceback."""
@@ -80,6 +85,10 @@ def main(argv: list[str] | None = None) -> int:
     except MemoryError:
         return fail("there is not enough memory for this")
     except RuntimeError as error:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, of a GPU
+            return fail(f"{'. '.join(str(error).split('. ')[:3])}. {LESS_MEMORY}")
+        if "can't allocate memory" in str(error):
+            return fail(f"there is not enough memory for this. {LESS_MEMORY}")
         if "home directory" not in str(error):  # of a path such as ~nobody/x
             raise
         return fail(str(error))

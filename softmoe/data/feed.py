@@ -15,16 +15,19 @@ import torch
 from torch import Tensor
 
 from softmoe.data.batch import Batch, mixed, tensors_of
+from softmoe.machine import event_on
 
 HOST = ("indices", "draws")
 """Only the host looks at these, to choose captions and to name examples."""
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with images and labels on the device. Copies from pinned memory are not waited for."""
+    """The batch with images and labels on the device. Copies from pinned memory to CUDA are not waited for; on mps they
+    must be, since torch would free what is still being copied."""
     if device.type == "cpu":
         return batch
-    moved = {name: value.to(device, non_blocking=True) for name, value in tensors_of(batch).items() if name not in HOST}
+    beside = device.type == "cuda"
+    moved = {n: value.to(device, non_blocking=beside) for n, value in tensors_of(batch).items() if n not in HOST}
     return dataclasses.replace(batch, **moved)
 
 
@@ -54,9 +57,7 @@ class Feed:
 
     def fetch(self) -> Exception | None:
         """Begin with the next batch, or say why there is none: all processes must hear of that before they stop."""
-        given = None if self.stream is None else torch.cuda.Event()
-        if given is not None:
-            given.record()  # the last of the work that the device has
+        given = None if self.stream is None else event_on(self.device)  # the last of the work that the device has
         try:
             batch = next(self.batches)
             self.starved += int(given is not None and given.query())
@@ -107,9 +108,8 @@ def results_on_host(results: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[Ten
         copies = tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in result)
         for copy, tensor in zip(copies, result, strict=True):
             copy.copy_(tensor, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        before, held = held, (copies, arrived)
+        there = next(tensor.device for tensor in result if tensor.device.type == "cuda")
+        before, held = held, (copies, event_on(there))
         if before is not None:
             before[1].synchronize()
             yield before[0]

@@ -153,9 +153,9 @@ def dense_weights(routing: Routing) -> tuple[np.ndarray, np.ndarray]:
     """Return dispatch and combine weights (M, S) of one image; of sparse routers (M, N): which experts hold a token."""
     if isinstance(routing, DenseRouting):
         weights = (routing.dispatch_weights[0], routing.combine_weights[0])
-        return tuple(w.flatten(1).double().cpu().numpy() for w in weights)  # pyright: ignore[reportReturnType]
+        return tuple(w.flatten(1).cpu().double().numpy() for w in weights)  # pyright: ignore[reportReturnType]
     assert isinstance(routing, SparseRouting)
-    tokens_NS, gates_NS = routing.token_of_slot_NS.cpu().numpy(), routing.gate_NS.double().cpu().numpy()
+    tokens_NS, gates_NS = routing.token_of_slot_NS.cpu().numpy(), routing.gate_NS.cpu().double().numpy()
     N, M = len(tokens_NS), routing.mask_T.numel()
     held_MN, gate_MN = np.zeros((M + 1, N)), np.zeros((M + 1, N))  # the last row takes the empty places
     for n in range(N):

@@ -125,7 +125,7 @@ class SparseStatistics:
         self.dropped += int(routing.dropped.sum())
         copies = routing.experts_per_token[real_BM].cpu().numpy()
         self.copies += np.bincount(copies, minlength=len(self.copies))
-        self.importance.add(routing.gate_NS.detach().double().sum(1).cpu().numpy(), int(real_BM.sum()))
+        self.importance.add(routing.gate_NS.detach().cpu().double().sum(1).numpy(), int(real_BM.sum()))
 
     def result(self) -> dict[str, Any]:
         used = int(np.flatnonzero(self.copies).max(initial=0))
@@ -291,7 +291,7 @@ def curve(bands: CurveBands) -> dict[str, Any]:
 
 def slot_correlation(router: SoftRouter, first: int | None = None) -> Tensor:
     """Return the (S, S) inner products of normalized slot parameters, ordered by expert; of `first` slots if given."""
-    phi_DS = router.phi.detach().flatten(1).double()[:, :first]
+    phi_DS = router.phi.detach().flatten(1).cpu().double()[:, :first]  # mps has no float64
     unit_DS = torch.nn.functional.normalize(phi_DS, dim=0)
     return unit_DS.T @ unit_DS
 
@@ -306,7 +306,7 @@ def correlation_summary(router: Router) -> dict[str, Any] | None:
         return None
     N, P = router.num_experts, router.slots_per_expert
     S = N * P
-    unit_DS = torch.nn.functional.normalize(router.phi.flatten(1).double(), dim=0)
+    unit_DS = torch.nn.functional.normalize(router.phi.flatten(1).cpu().double(), dim=0)
     expert_S = torch.arange(S, device=unit_DS.device) // P
     own, other = -unit_DS.square().sum().item(), 0.0  # a slot with itself does not count
     doubles = 0

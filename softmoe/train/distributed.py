@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from softmoe.accelerate.buffers import total_norm
+from softmoe.machine import choose_device
 from softmoe.models import TwoTower, VisionTransformer, ViTConfig
 from softmoe.parallel import clip_by_global_norm, global_norm
 from softmoe.storage.files import first_line
@@ -177,15 +178,17 @@ def process_team(config: ParallelSection, device: str = "auto") -> Iterator[Team
         return
     from softmoe import parallel
 
-    cuda = torch.cuda.is_available() and device in ("auto", "cuda")
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"of several processes each takes a GPU of its own: --device cuda (or cpu), not {device}")
+    cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     parallel.Layout(world, config.expert, config.shard).check()
     patience = timedelta(seconds=config.timeout)
     rank, host = int(os.environ["RANK"]), socket.gethostname()
+    if cuda:  # NCCL takes the current device, so it must be this process's own before the first exchange
+        choose_device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
     try:
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         dist.init_process_group(backend, store=fresh_store(patience), rank=rank, world_size=world, timeout=patience)
-        if cuda:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         mesh = parallel.make_mesh(config.expert, config.shard, "cuda" if cuda else "cpu", timeout=patience)
         groups: list[Any] = [dist.new_group(backend="gloo", timeout=patience) for _ in range(2)]
         yield Team(rank, world, mesh, *groups)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from softmoe.data import Batch
-from softmoe.data.feed import results_on_host
+from softmoe.data.feed import results_on_host, to_device
 from softmoe.models import Embeddings
 from softmoe.models.classification import Loss, Totals
 from softmoe.train.data import Data
@@ -50,8 +50,8 @@ def match_pairs(model: nn.Module, batches: Iterable[Batch], objective: Contrasti
     def found() -> Iterator[tuple[Tensor, ...]]:
         for batch in batches:
             if len(batch.images):
-                tokens = objective.tokens(batch).to(device, non_blocking=True)
-                yield (*matches(model(batch.images.to(device), tokens), objective.config.loss), batch.indices)
+                embedded = objective.embed(model, to_device(batch, device))
+                yield (*matches(embedded, objective.config.loss), batch.indices)
 
     for to_text, to_image, loss, indices in results_on_host(found()):
         sums["image_to_text"] += float(to_text)

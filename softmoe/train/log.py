@@ -194,12 +194,12 @@ class Progress:
 
 
 def progress_line(
-    step: int, steps: int, loss: float, rate: float, images_per_second: float, peak_share: float | None, left: float
+    step: int, steps: int, loss: float, rate: float, images_per_second: float, peak_share: float, left: float
 ) -> str:
-    """Format the progress line. Before the second step the speed is not known, and NaN."""
+    """Format the progress line. Before the second step the speed is not known, and NaN; the peak may never be."""
     if math.isnan(images_per_second):
         return f"step {step:>{len(str(steps))}}/{steps} | loss {loss:.4f} | lr {rate:.2e}"
-    share = "" if peak_share is None else f" | {peak_share:.0%} of peak"
+    share = "" if math.isnan(peak_share) else f" | {peak_share:.0%} of peak"
     speed = f"{images_per_second:,.0f}" if images_per_second >= 100 else f"{images_per_second:.1f}"
     return (
         f"step {step:>{len(str(steps))}}/{steps} | loss {loss:.4f} | lr {rate:.2e} | {speed} images/s{share} | "
@@ -256,21 +256,26 @@ class Clock:
 
 @cache
 def peak_flops(device: torch.device, dtype: torch.dtype | None = None, tries: int = 5) -> float:
-    """Return the best rate of a square product in FLOPs per second, measured once per process in about 0.1 s."""
+    """Return the best rate of a square product in FLOPs per second, measured once per process in about 0.1 s.
+
+    NaN if the training has left no memory for that.
+    """
     side = _SIDE.get(device.type, 8192)
-    with torch.no_grad():
+    taken: list[float] = []
+    with torch.no_grad(), suppress(torch.OutOfMemoryError):
         x = torch.ones(side, side, device=device, dtype=dtype or torch.float32)
-        best = float("inf")
         for _ in range(tries):
             wait(device)
             start = time.perf_counter()
             torch.mm(x, x)
             wait(device)
-            best = min(best, time.perf_counter() - start)
-    return 2.0 * side**3 / best
+            taken.append(time.perf_counter() - start)
+    return 2.0 * side**3 / min(taken, default=math.nan)
 
 
 def wait(device: torch.device) -> None:
     """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()

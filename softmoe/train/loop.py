@@ -14,10 +14,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from types import FrameType
 
-import torch
 from torch import Tensor
 
 from softmoe.data import WorkerDied
+from softmoe.machine import event_on
 from softmoe.parallel import local
 from softmoe.storage.checkpoint import Checkpoint, Snapshot, copy_tensors, optimizer_tensors
 from softmoe.storage.checkpoint import restore as restore_tensors
@@ -265,9 +265,7 @@ def save(run: Run) -> None:
 def finite_on_all(run: Run, weights: Mapping[str, Tensor]) -> Callable[[], bool]:
     """A function that waits until copies from the device have arrived, and says whether the weights of all processes
     are finite. Of a device that is not waited for, the writer calls it."""
-    arrived = torch.cuda.Event() if run.device.type == "cuda" else None
-    if arrived is not None:
-        arrived.record()
+    arrived = event_on(run.device) if run.device.type == "cuda" else None
 
     def ready() -> bool:
         if arrived is not None:

@@ -131,6 +131,14 @@ def on_cuda(config: TrainConfig) -> bool:
     return config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
 
 
+def has_bfloat16(config: TrainConfig) -> bool:
+    """Tell if the run would be on a GPU with products of bfloat16; one that is not here is taken to have them."""
+    import torch
+
+    there = torch.cuda.is_available()
+    return on_cuda(config) and (not there or torch.cuda.is_bf16_supported(including_emulation=False))
+
+
 def recomputed(config: TrainConfig, shape: ViTConfig, item: int, processes: int = 1) -> Collection[int]:
     """Return the blocks whose inside is computed twice; `item` is the size in bytes of a number that is kept."""
     if config.activation_gb is None:
@@ -141,7 +149,7 @@ def recomputed(config: TrainConfig, shape: ViTConfig, item: int, processes: int 
 
 def memory_needed(config: TrainConfig, shape: ViTConfig) -> dict[str, int]:
     """Return the bytes that training needs, by kind."""
-    item = 2 if config.precision == "bfloat16" or (config.precision == "auto" and on_cuda(config)) else 4
+    item = 2 if config.precision == "bfloat16" or (config.precision == "auto" and has_bfloat16(config)) else 4
     need = memory(
         shape,
         config.data.batch_size // config.accumulate,

@@ -18,7 +18,7 @@ from softmoe.accelerate.buffers import InBackward
 from softmoe.accelerate.soft import keep_logits_only
 from softmoe.budget import training_flops
 from softmoe.convert.foreign import starting_weights
-from softmoe.machine import choose_device, choose_precision, make_deterministic
+from softmoe.machine import choose_device, choose_precision, event_on, make_deterministic
 from softmoe.models import TwoTower, TwoTowerConfig, VisionTransformer, ViTConfig
 from softmoe.moe.record import Recording
 from softmoe.parallel import local, local_shard
@@ -108,8 +108,7 @@ class Pending:
         if values.device.type == "cuda":
             host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values = host.copy_(values.detach(), non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
+            self._arrived = event_on(values.device)
         else:
             self._values = values.detach()
 

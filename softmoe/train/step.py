@@ -106,7 +106,7 @@ def forward_backward(run: Run, batch: Any) -> tuple[Tensor, Tensor, dict[str, Te
         losses.append(loss.detach())
         numbers.append(found)
         auxiliaries.append(torch.zeros_like(losses[-1]) if auxiliary is None else auxiliary.detach())
-    return torch.stack(losses).mean(), torch.stack(auxiliaries).mean(), means(numbers)
+    return torch.stack(losses).mean(), torch.stack(auxiliaries).mean(), means(numbers, run.device)
 
 
 def joint_backward(run: Run, objective: Contrastive, parts: list[Any]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -134,13 +134,21 @@ def joint_backward(run: Run, objective: Contrastive, parts: list[Any]) -> tuple[
         auxiliaries.append(torch.zeros_like(loss) if auxiliary is None else auxiliary.detach())
         start += len(part.images)
     balance = torch.stack(auxiliaries).mean()
-    return loss.detach() + balance, balance, means([numbers])
+    return loss.detach() + balance, balance, means([numbers], run.device)
 
 
-def means(numbers: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def means(numbers: list[dict[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
     """The mean over the parts of a batch of each number that the objective gave."""
     names = numbers[0]
-    return {name: torch.stack([torch.as_tensor(n[name]).detach() for n in numbers]).mean() for name in names}
+    return {name: torch.stack([number_on(device, n[name]) for n in numbers]).mean() for name in names}
+
+
+def number_on(device: torch.device, value: Tensor | float) -> Tensor:
+    """A number of an objective on the device. One that the host has goes there with the call that fills in a number,
+    which nobody waits for."""
+    if isinstance(value, Tensor) and value.device.type == device.type:
+        return value.detach()
+    return torch.full((), float(value), device=device)
 
 
 def balance_loss(run: Run) -> Tensor | None:

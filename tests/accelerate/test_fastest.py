@@ -101,6 +101,20 @@ def test_each_shape_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+def test_a_deterministic_run_chooses_nothing_by_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which way is faster may change from run to run, and bits with it: torch's is taken, and nothing is timed."""
+    monkeypatch.setattr(fastest, "CHOICES", {})
+    monkeypatch.setattr(fastest, "compare", lambda *_: Choice(True, "kernel: 1 ms"))
+    x = torch.randn(4, 3)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert not fastest.kernel_is_faster("trial", linear, linear, x, x.T)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not fastest.CHOICES
+    assert fastest.kernel_is_faster("trial", linear, linear, x, x.T)
+
+
 COMPILED = """
 import torch
 from kernel_table import LARGEST_SHARED, NUMBERS, SIZES, launches, usage

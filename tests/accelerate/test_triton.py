@@ -234,13 +234,12 @@ def test_a_compiler_takes_the_way_that_was_faster(as_if_cuda: None) -> None:
     assert len(graphs) == 1
     assert all(name in graphs[0] for name in ("soft_logits", "soft_dispatch", "soft_combine", "triton_mlp"))
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    gradients = []
     for way in (layer, compiled):
         layer.zero_grad()
         way(x).square().sum().backward()
-        gradients = [p.grad for p in layer.parameters()]
-        if way is layer:
-            right = gradients
-    for one, other in zip(gradients, right, strict=True):
+        gradients.append([p.grad for p in layer.parameters()])
+    for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other)
 
 
@@ -267,6 +266,20 @@ def test_operators_are_declared_right(name: str) -> None:
         "triton_mlp": (f(3, 4, 4), f(3, 4, 7), f(3, 7), f(3, 4, 7), f(3, 4), True),
     }
     torch.library.opcheck(getattr(torch.ops.softmoe, name).default, arguments[name])
+
+
+def test_the_selftest_compares_every_kernel(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `softmoe selftest` tells of a device: each kernel by name, near to float64, and far if one is wrong."""
+    cpu = torch.device("cpu")
+    found = dict(fastest.kernel_errors(cpu, dtype))
+    assert list(found) == ["soft routing", "experts", "AdamW"]
+    assert found.pop("AdamW") < 5e-3  # of the moments, which are rounded
+    assert max(found.values()) <= TOLERANCE[dtype]
+    monkeypatch.setattr(triton_experts, "by_kernels", lambda x, *more: 1.1 * triton_experts.by_torch(x, *more))
+    monkeypatch.setattr(triton_adamw, "update_each", lambda rows, *_: rows[0][0].weight.mul_(0.9))
+    wrong = dict(fastest.kernel_errors(cpu, dtype))
+    assert wrong["experts"] > 0.09
+    assert wrong["AdamW"] > 0.09
 
 
 def test_off_without_a_cuda_device() -> None:

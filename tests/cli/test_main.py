@@ -8,6 +8,7 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 
 import softmoe
 from softmoe import __version__
@@ -135,6 +136,16 @@ def test_mistakes_in_a_recipe(text, words, tmp_path, capsys):
         (re.error("missing )", "(", 0), "pattern"),
         (RecursionError("maximum recursion depth exceeded"), "nested too deeply"),
         (MemoryError(), "not enough memory"),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"),
+            "--accumulate",
+        ),
+        (
+            torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has 3 GiB of which 1 is free. x"
+            ),
+            "Tried to allocate 2 GiB. GPU 0 has 3 GiB of which 1 is free. Take fewer images",
+        ),
         (RuntimeError("Could not determine home directory."), "home directory"),
     ],
 )

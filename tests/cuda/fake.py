@@ -74,7 +74,7 @@ def fake_cuda() -> Iterator[list[str]]:
                     waits.append(f"read {place()}")
                 return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
             if name == "aten::_pin_memory":
-                return args[0]
+                return pinned(args[0])
             if name.startswith("aten::_fused_sgd_"):
                 return None  # torch has no fake form of it
             made = func(*args, **kwargs)
@@ -83,7 +83,8 @@ def fake_cuda() -> Iterator[list[str]]:
             if name in ("aten::_to_copy", "aten::copy_") or name.startswith("aten::to."):  # the last in inference mode
                 given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
                 source = args[1] if name == "aten::copy_" else args[0]
-                if not given.get("non_blocking") and is_cuda(source) != is_cuda(made):
+                blocks = not given.get("non_blocking") or (is_cuda(made) and not hasattr(source, "pinned"))
+                if blocks and is_cuda(source) != is_cuda(made):
                     waits.append(f"copy from {source.device.type} to {made.device.type} {place()}")
             return made
 
@@ -93,6 +94,12 @@ def fake_cuda() -> Iterator[list[str]]:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(Waits())
         yield waits
+
+
+def pinned(tensor: Any) -> Any:
+    """The tensor, in pinned memory from now on: a copy from other memory blocks, whatever it is told."""
+    tensor.pinned = True
+    return tensor
 
 
 def place() -> str:
@@ -130,7 +137,8 @@ def stand_ins(waits: list[str]) -> dict[str, Any]:
             pass
 
         def record(self, stream: Any = None) -> None:
-            pass
+            if stream is None and "/torch/" not in sys._getframe(1).f_code.co_filename:
+                waits.append(f"event of whichever device is the current one {place()}")
 
         def query(self) -> bool:
             return True
@@ -151,6 +159,7 @@ def stand_ins(waits: list[str]) -> dict[str, Any]:
         "torch.cuda.is_bf16_supported": lambda *_, **__: True,
         "torch.cuda.device_count": lambda: 1,
         "torch.cuda.current_device": lambda: 0,
+        "torch.cuda.set_device": lambda device: None,
         "torch.cuda._lazy_init": lambda: None,
         "torch.cuda.get_device_properties": lambda *_: SimpleNamespace(major=9, minor=0),
         "torch.cuda.get_device_capability": lambda *_: (9, 0),

@@ -28,7 +28,7 @@ GROUPS = {  # two, for two cores: starting a process takes longer than most case
     "all else": (
         *("shards", "owned experts", "owned pieces", "all in one"),
         *("compiled", "contrastive sigmoid", "contrastive softmax", "contrastive in parts", "locked tower"),
-        *("kept features", "adapters", "frozen, layer decay", "few shots"),
+        *("kept features", "adapters", "own objective", "frozen, layer decay", "few shots"),
         *("evaluation", "evaluation in bfloat16", "evaluation of captions", "evaluation of kept features"),
         *("saving", "resuming", "resuming compact moments", "answering", "exporting"),
         *(f"prepared {weights}, {precision}" for weights in ("bfloat16", "int8") for precision in ("float32", "auto")),
@@ -57,13 +57,14 @@ def test_nothing_waits(device: Path, group: str) -> None:
 
 
 def test_waits_are_seen(device: Path) -> None:
-    """Reading a number, copying to the host and back, and asking for all work to be done are each noted once; and no
-    case is left out of the groups."""
+    """Reading a number, copying to the host and back from memory that is not pinned, and asking for all work to be done
+    are each noted once, and so is an event that is told no device; and no case is left out of the groups."""
     found = traced(device, "waits", "names")
     assert found["waits"] == [
         "read outside of softmoe",
         "copy from cuda to cpu outside of softmoe",
         "copy from cpu to cuda outside of softmoe",
         "synchronize outside of softmoe",
+        "event of whichever device is the current one outside of softmoe",
     ]
     assert set(found["names"]) - {"waits", "names"} == {case for group in GROUPS.values() for case in group}

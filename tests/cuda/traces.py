@@ -20,6 +20,7 @@ from fake_runs import (
     from_host,
     make_run,
     no_features,
+    own_objective,
     real_files,
     real_meshes,
     settings,
@@ -271,16 +272,15 @@ def waits_on_purpose() -> list[str]:
     with fake_cuda() as waits:
         x = torch.ones(2, device="cuda")
         float(x.sum())
-        x.cpu().to("cuda")
+        x.cpu().to("cuda", non_blocking=True)  # not from pinned memory
         torch.cuda.synchronize()
+        torch.cuda.Event().record()
         return list(waits)
 
 
 ROUTERS = ("tokens_choice", "experts_choice", "identity", "uniform", "soft_uniform", "uniform_soft", "placed")
-IN_BACKWARD = {"optim.in_backward": True, "optim.clip_norm": None}
-COMPACT = {"optim.states": "bfloat16"}
-LOCKED = TEXT | {"model.locked": True}
-FEW = {"data.train": "shapes?size=16&length=20"}
+IN_BACKWARD, COMPACT = {"optim.in_backward": True, "optim.clip_norm": None}, {"optim.states": "bfloat16"}
+LOCKED, FEW = TEXT | {"model.locked": True}, {"data.train": "shapes?size=16&length=20"}
 CASES: dict[str, Callable[[], list[str]]] = {
     "softmax": partial(steps, {"objective.label_smoothing": 0.1}),
     "sigmoid": partial(steps, {"objective.loss": "sigmoid"}),
@@ -312,6 +312,7 @@ CASES: dict[str, Callable[[], list[str]]] = {
     "kept features": partial(steps, LOCKED | FEW, extract=no_features),
     "adapters": partial(adapting, {"precision": "auto"}),
     "frozen, layer decay": partial(steps, COMPACT | {"optim.layer_decay": 0.7, "optim.lr_patterns": [["^embed", 0.0]]}),
+    "own objective": partial(steps, {"accumulate": 2}, objective=own_objective),
     "evaluation": partial(evaluation, {}),
     "evaluation in bfloat16": partial(evaluation, {"precision": "auto", "ema": 0.9}),
     "evaluation of captions": partial(evaluation, TEXT),
@@ -323,8 +324,7 @@ CASES: dict[str, Callable[[], list[str]]] = {
     **{f"prepared {w}, {p}": partial(preparing, w, p) for w in ("bfloat16", "int8") for p in ("float32", "auto")},
     "answering": answering,
     "exporting": exporting,
-    "waits": waits_on_purpose,
-    "names": lambda: list(CASES),
+    **{"waits": waits_on_purpose, "names": lambda: list(CASES)},
 }
 
 

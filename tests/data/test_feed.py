@@ -7,8 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from softmoe.data import Feed, Loader, Transform, TransformConfig, batches_on_device, evaluation_batches, open_source
-from softmoe.data.feed import finish, results_on_host
+from softmoe.data import (
+    Batch,
+    Feed,
+    Loader,
+    Transform,
+    TransformConfig,
+    batches_on_device,
+    evaluation_batches,
+    open_source,
+    to_tensor,
+)
+from softmoe.data.feed import finish, results_on_host, to_device
 from softmoe.data.loader import Buffers, workers_for
 
 CPU = torch.device("cpu")
@@ -64,11 +74,18 @@ def test_evaluation_batches_too() -> None:
 
 def test_every_level_is_exact() -> None:
     """All 256 levels of a pixel become the same float32 numbers as on the CPU's way."""
-    from softmoe.data import Batch, to_tensor
-
     levels = np.arange(256, dtype=np.uint8).repeat(3).reshape(1, 16, 16, 3)
     empty = torch.zeros(1, dtype=torch.int64)
     assert torch.equal(finish(Batch(torch.from_numpy(levels), empty, empty), 0).images, to_tensor(levels))
+
+
+def test_copies_are_not_waited_for_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To mps torch would copy from memory that the batch has given back (pytorch/pytorch#139550)."""
+    told: set[tuple[str, bool]] = set()
+    monkeypatch.setattr(torch.Tensor, "to", lambda t, device, non_blocking: told.add((device.type, non_blocking)) or t)
+    for name in ("cuda", "mps"):
+        to_device(Batch(torch.zeros(2, 4, 4, 3), torch.zeros(2), torch.arange(2)), torch.device(name))
+    assert told == {("cuda", True), ("mps", False)}
 
 
 def test_a_feed_says_why_there_is_no_batch() -> None:

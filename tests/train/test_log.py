@@ -7,8 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from softmoe.train.log import Clock, MetricsFile, Progress, duration, progress_line, read_metrics
+from softmoe.train.log import Clock, MetricsFile, Progress, duration, peak_flops, progress_line, read_metrics
 from softmoe.train.reporting import report_starving
 
 
@@ -93,7 +94,19 @@ def test_progress_line():
     """Step, loss, learning rate, speed, share of peak and time left."""
     line = progress_line(7, 1000, 2.5, 1e-3, 1234.5, 0.42, 3700.0)
     assert line == "step    7/1000 | loss 2.5000 | lr 1.00e-03 | 1,234 images/s | 42% of peak | 1h01m left"
-    assert progress_line(1, 1000, 2.5, 0.0, math.nan, None, math.nan) == "step    1/1000 | loss 2.5000 | lr 0.00e+00"
+    assert progress_line(1, 1000, 2.5, 0.0, math.nan, 0.4, math.nan) == "step    1/1000 | loss 2.5000 | lr 0.00e+00"
+
+
+def test_a_full_device_has_no_peak(monkeypatch: pytest.MonkeyPatch):
+    """Where the training has left no memory to measure the peak with, the line says nothing of it."""
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "mm", full)
+    peak = peak_flops.__wrapped__(torch.device("cpu"))
+    assert math.isnan(peak)
+    assert progress_line(2, 9, 1.0, 0.1, 50.0, 1e9 / peak, 7.0).endswith("| 50.0 images/s | 7s left")
 
 
 @pytest.mark.parametrize(
