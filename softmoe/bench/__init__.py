@@ -36,14 +36,16 @@ def timed_on(device: str, what: str, precision: "Precision" = "float32") -> Iter
 
     place = choose_device(device)
     if place.type == "cpu":
-        if precision != "float32":
+        if precision == "bfloat16":
             raise ValueError(f"{precision} is timed on a GPU: add --device cuda")
         yield
         return
     if place.type != "cuda" or what not in ON_CUDA:
         raise ValueError(f"on cuda one can time {', '.join(ON_CUDA)}, not {what} on {device}")
-    choose_precision(precision, place)  # float32 is TF32's there, as in training
-    with torch.device(place), torch.autocast("cuda", torch.bfloat16, enabled=precision == "bfloat16"):
+    dtype = choose_precision(precision, place)  # float32 is TF32's there, as in training
+    if precision == "bfloat16" and dtype is None:
+        raise ValueError(f"{torch.cuda.get_device_name(place)} has no products of bfloat16: use --precision float32")
+    with torch.device(place), torch.autocast("cuda", dtype, enabled=dtype is not None):
         yield
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from softmoe.cli.parse import parse, parse_size
-from softmoe.evaluate.api import OthersWeights
+from softmoe.evaluate.api import OnDevice, OthersWeights
+from softmoe.machine import Precision
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def parse_bytes(text: str) -> float:
 
 
 @dataclass(frozen=True)
-class BenchArguments:
+class BenchArguments(OnDevice):
     """Time functions in turn on this machine: medians, their spread, and the share of the roofline."""
 
     what: Literal["layer", "model", "train", "infer", "routers", "data", "peers", "scaling"]
@@ -141,8 +142,8 @@ class BenchArguments:
     """Also draw them here (PNG or SVG; needs matplotlib)."""
     device: str = "cpu"
     """cpu or cuda: layer, model, infer, routers and scaling can be timed on a GPU, with its own roofline and memory."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """The precision of products on a GPU."""
+    precision: Precision = "float32"
+    """The precision of products on a GPU: auto, bfloat16, float32 (TF32), exact."""
 
 
 def bench_command(argv: list[str]) -> int:

@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Literal
 
 from softmoe.cli.parse import parse
-from softmoe.evaluate.api import OneModel
+from softmoe.evaluate.api import OneModel, OnDevice
 from softmoe.inference.batching import Limits
-from softmoe.machine import Precision
 
 
 @dataclass(frozen=True)
-class ExportArguments(OneModel):
+class ExportArguments(OneModel, OnDevice):
     """Write a model as one file that runs without softmoe, for any batch size, and compare it with the model."""
 
     _: KW_ONLY
@@ -28,7 +27,7 @@ class ExportArguments(OneModel):
     overwrite: bool = False
     """Replace files that are there already."""
     device: str = "cpu"
-    """cpu or cuda: where a file of torch-export or aoti will run."""
+    """cpu or cuda: where a file of torch-export or aoti will run. An ONNX file computes in float32."""
 
 
 def export_command(argv: list[str]) -> int:
@@ -39,14 +38,15 @@ def export_command(argv: list[str]) -> int:
     from softmoe.evaluate import load
     from softmoe.inference.export import SUFFIX, export
 
-    loaded = load(a.model, device=a.device, image_size=a.image_size, told=a.told)
+    loaded = load(a.model, device=a.device, image_size=a.image_size, precision="exact", told=a.told)
     model = loaded.model.float()
     if a.features:
         model.head = torch.nn.Identity()
     place = loaded.saved.folder
     out = a.out or Path((place.stem if place.is_file() else Path(a.model).resolve().name) + SUFFIX[a.to])
     classes = None if a.features else loaded.saved.classes
-    made = export(model, out, a.to, preprocessing=loaded.preprocessing, classes=classes, overwrite=a.overwrite)
+    about = {"preprocessing": loaded.preprocessing, "classes": classes, "overwrite": a.overwrite}
+    made = export(model, out, a.to, precision=a.precision, **about)
     print(f"{made.path}  {made.bytes / 1e6:.1f} MB")
     for batch, difference in made.differences.items():
         print(f"batch {batch}: outputs differ from the model's by {difference:.1e} of the largest")
@@ -76,7 +76,7 @@ def upload_command(argv: list[str]) -> int:
 
 
 @dataclass(frozen=True)
-class ServeArguments(OneModel, Limits):
+class ServeArguments(OneModel, OnDevice, Limits):
     """Answer images sent over HTTP with their classes (POST /classify) or embeddings (POST /embed)."""
 
     _: KW_ONLY
@@ -95,9 +95,6 @@ class ServeArguments(OneModel, Limits):
     """Seconds to decode an image; then its process is killed, and the answer is 422."""
     image_size: int | tuple[int, int] | None = None
     """Pixels, or HEIGHTxWIDTH; the size the model was saved with if not given."""
-    device: str = "auto"
-    precision: Precision = "auto"
-    """What products are computed in: auto (bfloat16 on a GPU that has it, else float32), bfloat16, float32, exact."""
 
 
 def serve_command(argv: list[str]) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from softmoe.cli.parse import parse, percent_on_terminal
-from softmoe.evaluate.api import OneModel
+from softmoe.evaluate.api import OneModel, OverImages
 
 if TYPE_CHECKING:
     from softmoe.data import Source
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class InspectArguments(OneModel):
+class InspectArguments(OneModel, OverImages):
     """Look inside a model: write figures, inspect.json and inspect.html."""
 
     data: str
@@ -32,12 +32,7 @@ class InspectArguments(OneModel):
     """A second model, to stand beside the first."""
     out: Path | None = None
     """Folder to write into; the run's own if MODEL is one, else ./inspect."""
-    image_size: int | tuple[int, int] | None = None
-    """Pixels, or HEIGHTxWIDTH; the size each model was saved with if not given."""
     batch_size: int = 32
-    workers: int = 0
-    """Processes that read images."""
-    device: str = "auto"
 
 
 def inspect_command(argv: list[str]) -> int:
@@ -68,7 +63,7 @@ def look(a: InspectArguments, name: str) -> "Inspection":
     from softmoe.evaluate.inputs import random_subset
     from softmoe.inspection.collect import inspect_source
 
-    loaded = load(name, device=a.device, image_size=a.image_size, told=a.told if name == str(a.model) else None)
+    loaded = load(name, told=a.told if name == str(a.model) else None, **a.model_options)
     source = random_subset(open_source(a.data, a.split), a.examples)
     classes = loaded.saved.classes or (source.classes if len(source.classes) == loaded.model.config.num_classes else ())
     return inspect_source(
@@ -86,7 +81,7 @@ def look(a: InspectArguments, name: str) -> "Inspection":
 
 
 @dataclass(frozen=True)
-class DoctorArguments(OneModel):
+class DoctorArguments(OneModel, OverImages):
     """Check a model or a run. Exit code 0 if nothing is wrong, 1 if something is."""
 
     data: str | None = None
@@ -97,7 +92,6 @@ class DoctorArguments(OneModel):
     images: int = 64
     """Images to look at, chosen at random (always the same ones)."""
     batch_size: int = 32
-    device: str = "auto"
     json: bool = False
     """Print as JSON."""
 
@@ -134,7 +128,7 @@ def model_verdicts(a: DoctorArguments, run: "RunRecord | None") -> "list[Verdict
     from softmoe.inspection.statistics import correlation_summary
     from softmoe.moe.record import moe_layers
 
-    loaded = load(a.model, device=a.device, told=a.told)
+    loaded = load(a.model, told=a.told, **a.model_options)
     model = loaded.model
     weights = next(model.parameters())
     precision = run.config.precision if run else str(weights.dtype).removeprefix("torch.")
@@ -153,7 +147,8 @@ def model_verdicts(a: DoctorArguments, run: "RunRecord | None") -> "list[Verdict
         return [*found, Verdict("routing on images", None, f"the run's images cannot be opened: {error}")]
     if source is None:
         return [*found, Verdict("routing on images", None, "no data was given: softmoe doctor MODEL DATA")]
-    batches = (batch.images for batch in evaluation_batches(source, loaded.transform, a.batch_size))
+    made = evaluation_batches(source, loaded.transform, a.batch_size, workers=a.workers)
+    batches = (batch.images for batch in made)
     return found + examine_layers(layer_results(model, batches)[1])
 
 

@@ -10,9 +10,14 @@ from typing import TYPE_CHECKING, Any
 from softmoe import recipes
 from softmoe.cli.parse import parse, parse_run, parse_size
 from softmoe.cli.train import drive, take, take_told
-from softmoe.evaluate.api import OthersWeights
+from softmoe.evaluate.api import OnDevice, OthersWeights
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from torch import nn
+
     from softmoe.train import TrainConfig
 
 
@@ -149,7 +154,7 @@ def read_images(a: UpcycleArguments, preprocessing: Any, size: tuple[int, int]) 
 
 
 @dataclass(frozen=True)
-class SoupArguments:
+class SoupArguments(OnDevice):
     """Average the weights of models that were fine-tuned from the same one: one model, better than each, at no cost."""
 
     models: tuple[str, ...]
@@ -165,7 +170,6 @@ class SoupArguments:
     examples: int | None = None
     """Greedy: use this many images only, drawn at random."""
     batch_size: int = 64
-    device: str = "auto"
 
 
 def check_empty(out: str | None) -> None:
@@ -186,23 +190,33 @@ def soup_command(argv: list[str]) -> int:
     if not a.greedy:
         print(f"averaged {len(soup(a.models, a.out).kept)} models into {a.out}")
         return 0
-    result = greedy_soup(a.models, a.out, accuracy_on(a), choose_device(a.device))
+    device = choose_device(a.device)
+    result = greedy_soup(a.models, a.out, accuracy_on(a, device), device)
     for index in sorted(range(len(a.models)), key=lambda index: -result.scores[index]):
         print(f"{result.scores[index]:.4f}  {'kept' if index in result.kept else 'left'}  {a.models[index]}")
     print(f"{result.score:.4f}  soup of {len(result.kept)}, in {a.out}")
     return 0
 
 
-def accuracy_on(a: SoupArguments):
+def accuracy_on(a: SoupArguments, device: torch.device) -> Callable[[nn.Module], float]:
     """Top-1 on the data, prepared as the first model says."""
+    import torch
+
     from softmoe.data import evaluation_batches, open_source
     from softmoe.evaluate.classify import classification
     from softmoe.evaluate.inputs import evaluation_transform, match_classes, random_subset
+    from softmoe.machine import choose_precision
     from softmoe.storage import open_saved
 
     assert a.data is not None
+    dtype = choose_precision(a.precision, device, lambda line: print(line, file=sys.stderr))
     first = open_saved(a.models[0])
     source = random_subset(open_source(a.data, a.split), a.examples)
     source, _ = match_classes(source, first.classes, first.config.num_classes or 0)
     transform = evaluation_transform(first.preprocessing)
-    return lambda model: classification(model, evaluation_batches(source, transform, a.batch_size))["top1"]
+
+    def score(model: nn.Module) -> float:
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+            return classification(model, evaluation_batches(source, transform, a.batch_size))["top1"]
+
+    return score

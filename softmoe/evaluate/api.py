@@ -30,7 +30,18 @@ Result = TypeVar("Result", covariant=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class OverImages:
+class OnDevice:
+    """The options of every command that runs a model: where, and with which numbers."""
+
+    device: str = "auto"
+    """auto (a CUDA device if there is one, else the processor), cpu, cuda, cuda:1 or mps."""
+    precision: Precision = "auto"
+    """What products are computed in: auto (bfloat16 on a GPU that has it, else float32), bfloat16, float32 (TF32 on a
+    GPU), exact."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverImages(OnDevice):
     """The options of every command that runs a saved model over images."""
 
     image_size: int | tuple[int, int] | None = None
@@ -38,10 +49,6 @@ class OverImages:
     batch_size: int = 128
     workers: int = 0
     """Processes that read images."""
-    device: str = "auto"
-    precision: Precision = "auto"
-    """What products are computed in: auto (bfloat16 on a GPU that has it, else float32), bfloat16, float32 (TF32 on a
-    GPU), exact."""
 
     @property
     def model_options(self) -> dict[str, Any]:

@@ -163,7 +163,7 @@ def run_evaluate(options: Evaluate, progress: Progress | None = None) -> dict[st
     """Return named numbers and what they were measured on, as plain values for JSON."""
     loaded = load(options.model, weights=options.weights, told=options.told, **options.model_options)
     judged = (
-        CountAgreement(loaded.model, load(options.model, device=options.device, told=options.told).model)
+        CountAgreement(loaded.model, load(options.model, told=options.told, **options.model_options).model)
         if options.agreement
         else loaded.model
     )

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from softmoe.inference.prepared import prepare
+from softmoe.machine import Precision, choose_precision
 from softmoe.storage.files import write_json, write_text
 from softmoe.storage.saved import Preprocessing
 
 FORMATS = ("torch-export", "onnx", "aoti")
+logger = logging.getLogger("softmoe")
 Format = Literal["torch-export", "onnx", "aoti"]
 SUFFIX = {"torch-export": ".pt2", "onnx": ".onnx", "aoti": ".pt2"}
 BATCHES = (1, 3)
@@ -51,13 +53,14 @@ def export(
     *,
     preprocessing: Preprocessing,
     classes: Sequence[str] | None = None,
+    precision: Precision = "float32",
     overwrite: bool = False,
 ) -> Exported:
     """Write `model` ((B, 3, height, width) in [-1, 1] -> (B, outputs)) for any batch size, and check the file.
 
-    The file runs on the kind of device that the model is on. Beside it are written a .json of the same name with the
-    size and crop of its images and the names of its classes, and preprocess.py, which makes inputs of image files.
-    ValueError if one of the files exists, unless `overwrite`.
+    The file runs on the kind of device that the model is on, with products of that precision. Beside it are written a
+    .json of the same name with the size and crop of its images and the names of its classes, and preprocess.py, which
+    makes inputs of image files. ValueError if one of the files exists, unless `overwrite`.
     """
     if to not in FORMATS:
         raise ValueError(f"the format must be one of {', '.join(FORMATS)}, got {to!r}")
@@ -72,7 +75,11 @@ def export(
     device = next(model.parameters()).device
     if to == "onnx" and device.type != "cpu":
         raise ValueError(f"an ONNX file is traced on the CPU, and the model is on {device}: move it with model.cpu()")
+    dtype = choose_precision(precision, device, logger.warning)
+    if to == "onnx" and dtype is not None:
+        raise ValueError("an ONNX file computes in float32: leave out --precision")
     plain = prepare(model, copy_weights=False)
+    plain = plain if dtype is None else ComputeIn(plain, dtype)
     height, width = preprocessing.image_size
     draw = torch.Generator().manual_seed(0)
     inputs = {batch: (torch.rand(batch, 3, height, width, generator=draw) * 2 - 1).to(device) for batch in BATCHES}
@@ -88,6 +95,7 @@ def export(
     facts = {
         "format": to,
         "device": device.type,
+        "precision": "float32" if dtype is None else str(dtype).removeprefix("torch."),
         "input": "images",
         "preprocessing": asdict(preprocessing) | {"decoding": DECODING},
         "classes": classes,
@@ -96,6 +104,18 @@ def export(
     write_text(helper, PREPROCESS.read_text("utf-8"))
     size = sum(p.stat().st_size for p in (target, Path(f"{target}.data")) if p.exists())
     return Exported(target, to, size, differences)
+
+
+class ComputeIn(nn.Module):
+    """A model with products in another type, which an exported file keeps; its outputs stay float32."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype):
+        super().__init__()
+        self.model, self.dtype = model.eval(), dtype
+
+    def forward(self, images: Tensor) -> Tensor:
+        with torch.autocast(images.device.type, dtype=self.dtype):
+            return self.model(images).float()
 
 
 def _check_free(target: Path, beside: Path, helper: Path) -> None:

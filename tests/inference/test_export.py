@@ -20,6 +20,7 @@ from softmoe.evaluate.inputs import evaluation_transform
 from softmoe.inference import export as module
 from softmoe.inference.export import export
 from softmoe.inference.preprocess import load_image
+from softmoe.machine import bfloat16_works
 from softmoe.storage import Preprocessing, save_pretrained
 
 HERE = Preprocessing((32, 32))
@@ -47,6 +48,20 @@ def test_torch_export(name, tmp_path):
     facts = json.loads((tmp_path / "m.pt2.json").read_text())
     assert facts["classes"] == list(NAMES)
     assert facts["preprocessing"]["image_size"] == [32, 32]
+
+
+@pytest.mark.skipif(not bfloat16_works(), reason="this processor has no working bfloat16")
+def test_precision(tmp_path):
+    """A file may compute in bfloat16, gives float32, and says so; ONNX has float32 only."""
+    model, images = tiny(), torch.randn(5, 3, 32, 32)
+    made = export(model, tmp_path / "m.pt2", "torch-export", preprocessing=HERE, precision="bfloat16")
+    with torch.no_grad():
+        right, found = model(images), torch.export.load(made.path).module()(images)
+    assert found.dtype == torch.float32
+    assert 1e-5 < (found - right).norm() / right.norm() < 3e-2
+    assert json.loads((tmp_path / "m.pt2.json").read_text())["precision"] == "bfloat16"
+    with pytest.raises(ValueError, match="ONNX file computes in float32"):
+        export(model, tmp_path / "m.onnx", "onnx", preprocessing=HERE, precision="bfloat16")
 
 
 @pytest.mark.parametrize(
