@@ -7,6 +7,10 @@ import json
 import math
 import os
 import platform
+import subprocess
+import sys
+import tempfile
+import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -16,6 +20,7 @@ from typing import Any
 
 import torch
 
+import softmoe
 from softmoe import __version__
 from softmoe.accelerate import fastest
 from softmoe.bench.cases import Row
@@ -123,6 +128,10 @@ def draw_bars(axes: Any, rows: list[Row]) -> None:
     axes.set(xscale="log", xlabel="ms")
 
 
+VARIABLES = ("CUDA_", "CUBLAS_", "NCCL_", "OMP_", "PYTORCH_", "SOFTMOE_", "TORCH_", "TRITON_")
+"""How the names of those variables begin that change how models are computed."""
+
+
 @dataclass(frozen=True)
 class Check:
     """One line of the selftest's page."""
@@ -140,13 +149,41 @@ def facts(device: torch.device) -> dict[str, str]:
     """Collect facts of the machine for the page, and none of its user."""
     found = {"softmoe": __version__, "torch": torch.__version__, "python": platform.python_version()}
     found |= {"triton": version_of("triton"), "system": f"{platform.system()} {platform.machine()}", "cpu": cpu_name()}
-    found["cores"] = str(os.cpu_count())
+    found |= {"cores": str(os.cpu_count()), "threads": str(torch.get_num_threads())}
+    told = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)]
+    found["environment"] = without_user(" ".join(told)) or "nothing set"
     if device.type == "cuda":
         for index in range(torch.cuda.device_count()):
             p = torch.cuda.get_device_properties(index)
             found[f"cuda:{index}"] = f"{p.name}, sm_{p.major}{p.minor}, {p.total_memory / 1e9:.0f} GB"
-        found["CUDA"] = str(torch.version.cuda)
+        found["CUDA"], found["cuDNN"] = str(torch.version.cuda), str(torch.backends.cudnn.version())
+        found["driver"] = driver()
     return found
+
+
+def driver() -> str:
+    """Ask NVIDIA's own tool for the version of the driver."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split("\n")[0]
+    except (OSError, subprocess.SubprocessError):
+        return "not known"
+
+
+def lines_of(error: BaseException) -> str:
+    """Return the last lines of this package that an error came through, and the one that raised it."""
+    frames = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
+    ours = [frame for frame in frames[:-1] if frame.startswith(str(Path(softmoe.__file__).parent))]
+    return " > ".join([*ours[-2:], *frames[-1:]])
+
+
+def without_user(text: str) -> str:
+    """Return a text without the folders of this machine, which may have the name of its user."""
+    folders = {f"{Path(softmoe.__file__).parents[1]}/": "", sys.prefix: "python", tempfile.gettempdir(): "tmp"}
+    folders[str(Path.home())] = "~"
+    for folder in sorted(folders, key=len, reverse=True):
+        text = text.replace(folder, folders[folder])
+    return text
 
 
 def version_of(package: str) -> str:

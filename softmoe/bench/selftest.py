@@ -9,9 +9,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from softmoe import accelerate
-from softmoe.accelerate import fastest, triton_experts, triton_soft
+from softmoe.accelerate import fastest
 from softmoe.accelerate.guards import Off
 from softmoe.bench import timed_on
 from softmoe.bench.cases import Contender, train_step
-from softmoe.bench.report import Check
+from softmoe.bench.report import Check, lines_of, without_user
 from softmoe.bench.timing import Work, allocated_by, interleave, measure_roofline, on_cuda
 from softmoe.budget import cost
 from softmoe.data import TransformConfig
-from softmoe.machine import bfloat16_works
+from softmoe.machine import Precision, choose_precision
 from softmoe.models import create_model
 from softmoe.moe import Experts, MoE
 from softmoe.moe.routing import ROUTERS
@@ -44,6 +47,8 @@ from softmoe.train import (
 )
 from softmoe.train.log import read_metrics
 from softmoe.train.objectives import make_objective
+
+PATIENCE = 300  # seconds for a run of several processes
 
 
 class CheckFailed(Exception):
@@ -74,25 +79,24 @@ def selftest(device: torch.device, *, quick: bool = False) -> Iterator[Check]:
         for name, check in CHECKS.items():
             begun = time.perf_counter()
             try:
-                state, said = "ok", check(place)
+                with redirect_stderr(StringIO()):  # what runs tell of themselves
+                    state, said = "ok", check(place)
             except Unsupported as error:
                 state, said = "not tested", str(error)
+            except torch.OutOfMemoryError:
+                state, said = "not tested", "the device has not enough free memory for this check"
+            except CheckFailed as error:
+                state, said = "WRONG", str(error)
             except Exception as error:  # whatever goes wrong is what the page is for
-                state, said = (
-                    "WRONG",
-                    str(error) if isinstance(error, CheckFailed) else f"{type(error).__name__}: {error}",
-                )
+                state, said = "WRONG", f"{type(error).__name__}: {error} ({lines_of(error)})"
             what = (check.__doc__ or "").split("\n")[0]
-            yield Check(name, state, " ".join(said.split()), time.perf_counter() - begun, what)
+            yield Check(name, state, without_user(" ".join(said.split())), time.perf_counter() - begun, what)
 
 
 def routers(place: Place) -> str:
     """Every router in float32 on the device against float64 on the CPU, outputs and gradients."""
-    tf32, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False
-    try:
-        errors = {name: _router_error(name, place.device) for name in ROUTERS}
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = tf32
+    choose_precision("exact", place.device)
+    errors = {name: _router_error(name, place.device) for name in ROUTERS}
     worst = max(errors, key=errors.__getitem__)
     return _at_most(errors[worst], 1e-3, f"{len(errors)} routers, the worst is {worst}")
 
@@ -104,7 +108,7 @@ def _router_error(name: str, device: torch.device) -> float:
     x = torch.randn(3, 16, 24)
     right = _outputs(layer.double(), x.double())
     found = _outputs(layer.float().to(device), x.to(device))
-    return max(_distance(a, b) for a, b in zip(found, right, strict=True))
+    return max(fastest.distance(a, b) for a, b in zip(found, right, strict=True))
 
 
 def _outputs(layer: nn.Module, x: Tensor) -> list[Tensor]:
@@ -115,34 +119,19 @@ def _outputs(layer: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def kernels(place: Place) -> str:
-    """The Triton kernels on the device against float64 on the CPU, in float32 and bfloat16."""
+    """The Triton kernels on the device against float64 on the CPU: exact, in TF32 and in bfloat16."""
     try:
         fastest.need_triton(nn.Linear(1, 1).to(place.device))
     except Off as error:
         raise Unsupported(str(error)) from error
+    if old := fastest.too_old(place.device):
+        raise Unsupported(old.why)
     said = []
-    for dtype, limit in ((torch.float32, 5e-3), (torch.bfloat16, 3e-2)):
-        torch.manual_seed(0)
-        mask, scales = torch.rand(3, 70) < 0.7, (1, 0.1, 1, 0.1, 1)
-        shapes = ((4, 70, 136), (4, 136, 72), (4, 72), (4, 136, 72), (4, 136))
-        stacks = [scale * torch.randn(shape) for scale, shape in zip(scales, shapes, strict=True)]
-        tokens = [torch.randn(3, 70, 136), torch.randn(136, 50)]
-        name = str(dtype).removeprefix("torch.")
-        plain = partial(triton_soft.by_torch, True, (25, 2), mask)
-        kernel = partial(triton_soft.by_kernels, True, (25, 2), mask.to(place.device))
-        error = _kernel_error(plain, kernel, [tokens[0].to(dtype), tokens[1]], place.device)
-        said.append(_at_most(error, limit, f"soft routing in {name}"))
-        ways, inputs = (triton_experts.by_torch, triton_experts.by_kernels), [t.to(dtype) for t in stacks]
-        said.append(_at_most(_kernel_error(*ways, inputs, place.device), limit, f"experts in {name}"))
+    limits: dict[Precision, float] = {"exact": 1e-4, "float32": 5e-3, "bfloat16": 3e-2}
+    for precision, limit in limits.items():
+        found = fastest.kernel_errors(place.device, choose_precision(precision, place.device) or torch.float32)
+        said += [_at_most(error, max(limit, 1e-2 * (name == "AdamW")), f"{name}, {precision}") for name, error in found]
     return "; ".join(said)
-
-
-def _kernel_error(
-    plain: fastest.Implementation, kernel: fastest.Implementation, inputs: list[Tensor], device: torch.device
-) -> float:
-    exact, here = ([change(t).requires_grad_() for t in inputs] for change in (Tensor.double, lambda t: t.to(device)))
-    right, found = (fastest.outputs_and_gradients(w, tuple(t), True) for w, t in ((plain, exact), (kernel, here)))
-    return max(_distance(a.cpu().double(), b) for a, b in zip(found, right, strict=True))
 
 
 def accelerations(place: Place) -> str:
@@ -154,7 +143,7 @@ def accelerations(place: Place) -> str:
     right = _outputs(model.double(), images.double())
     model = model.float().to(place.device)
     report = accelerate.apply(model)
-    error = max(_distance(a, b) for a, b in zip(_outputs(model, images.to(place.device)), right, strict=True))
+    error = max(fastest.distance(a, b) for a, b in zip(_outputs(model, images.to(place.device)), right, strict=True))
     return _at_most(error, 2e-2 if place.cuda else 1e-3, str(report))
 
 
@@ -165,9 +154,33 @@ def steps(place: Place) -> str:
 
 def bfloat16(place: Place) -> str:
     """A run on one batch, again and again, with products in bfloat16."""
-    if not (torch.cuda.is_bf16_supported() if place.cuda else bfloat16_works()):
+    if choose_precision("bfloat16", place.device) is None:
         raise Unsupported("no working bfloat16 on this device")
     return _falls(place, 16 if place.quick else 100, "bfloat16")
+
+
+def waits(place: Place) -> str:
+    """Steps in which the host must not wait for the device: torch warns of every call that does."""
+    if not place.cuda:
+        raise Unsupported("a processor is not waited for")
+    config = _config(place, "waits", 12, precision="auto")
+    real, calls = make_objective(config.objective), []
+
+    def objective(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        calls.append(batch)  # first kernels are timed, and the last step is saved
+        torch.cuda.set_sync_debug_mode("warn" if 4 < len(calls) < config.steps else "default")
+        return real(model, batch)
+
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train(config, objective=objective)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    found = Counter(f"{w.filename}:{w.lineno}" for w in caught if "synchroniz" in str(w.message))
+    if found:
+        raise CheckFailed("the host waits at " + ", ".join(f"{line} ({n} times)" for line, n in found.items()))
+    return f"none in {config.steps - 5} steps"
 
 
 def compiled(place: Place) -> str:
@@ -206,9 +219,8 @@ def _falls(place: Place, count: int, precision: Any, **changes: Any) -> str:
 
 
 def resume(place: Place) -> str:
-    """A run that is broken off and taken up again ends as one that was not."""
-    whole, broken = (_config(place, name, 6) for name in ("whole", "broken"))
-    train(whole)
+    """A run that is broken off and taken up again ends as one that was not, with deterministic algorithms."""
+    whole, broken = (_config(place, name, 6, deterministic=True) for name in ("whole", "broken"))
     real, calls = make_objective(broken.objective), []
 
     def objective(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -218,14 +230,17 @@ def resume(place: Place) -> str:
         return real(model, batch)
 
     try:
-        train(broken, objective=objective)
-    except KeyboardInterrupt:
+        train(whole)
+        with suppress(KeyboardInterrupt):
+            train(broken, objective=objective)
         train(broken)
-    ends = [from_pretrained(place.folder / name).state_dict() for name in ("whole", "broken")]
-    if all(torch.equal(a, b) for a, b in zip(*(end.values() for end in ends), strict=True)):
+    finally:
+        torch.use_deterministic_algorithms(False)
+    ends = [from_pretrained(place.folder / name).state_dict().values() for name in ("whole", "broken")]
+    if all(torch.equal(a, b) for a, b in zip(*ends, strict=True)):
         return "the same bits as without the break"
-    error = max(_distance(a.double(), b.double()) for a, b in zip(*(end.values() for end in ends), strict=True))
-    return _at_most(error, 1e-3, "not the same bits (some sums on GPUs have no fixed order)")
+    error = max(fastest.distance(a.double(), b.double()) for a, b in zip(*ends, strict=True))
+    return _at_most(error, 1e-3, "not the same bits")
 
 
 def devices(place: Place) -> str:
@@ -249,27 +264,19 @@ def spread(place: Place, count: int) -> str:
 
 def _loss_of(place: Place, name: str, processes: int, largest: int, *more: str) -> float:
     """Train a small model with 16 experts; the loss of its last steps. All have the same batches, whoever computes."""
+    run = name.replace(" ", "-")
+    options = {"steps": 4, "runs": place.folder, "run-name": run, "precision": "float32", "device": place.device.type}
+    options |= {"data.train": "shapes?size=32", "data.batch-size": 8 * largest}
+    words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    settings = [
-        "--steps",
-        "4",
-        "--runs",
-        str(place.folder),
-        "--run-name",
-        name.replace(" ", "-"),
-        "--precision",
-        "float32",
-    ]
-    data = ["--data.train", "shapes?size=32", "--data.batch-size", str(8 * largest), "--device", place.device.type]
-    done = subprocess.run(
-        [*command, "-m", "softmoe", "train", "quickstart", *settings, *data, *more],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    command += ["-m", "softmoe", "train", "quickstart", *words, *more]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    except subprocess.TimeoutExpired as error:
+        raise CheckFailed(f"{name}, {processes} processes: not done after {PATIENCE} s") from error
     if done.returncode:
         raise CheckFailed(f"{name}, {processes} processes: " + " / ".join(done.stderr.strip().splitlines()[-3:]))
-    lines = read_metrics(place.folder / name.replace(" ", "-") / "metrics.jsonl")
+    lines = read_metrics(place.folder / run / "metrics.jsonl")
     return [line["loss"] for line in lines if "loss" in line][-1]
 
 
@@ -277,7 +284,7 @@ def throughput(place: Place) -> str:
     """A train step of a real model, as images a second and as a share of what the device can do."""
     name, batch = ("soft_s16_16e", 64) if place.cuda else ("soft_ti16_4e", 2)
     size = 224 if not place.quick else 64
-    precision = "bfloat16" if place.cuda and torch.cuda.is_bf16_supported() else "float32"
+    precision = "bfloat16" if choose_precision("auto", place.device) else "float32"
     with timed_on(str(place.device), "model", precision):
         model, images = create_model(name, image_size=size), torch.randn(batch, 3, size, size)
         step = train_step(Contender(model, images, None, accelerated=True))
@@ -298,6 +305,7 @@ CHECKS: dict[str, Callable[[Place], str]] = {
     "accelerations": accelerations,
     "training": steps,
     "bfloat16": bfloat16,
+    "waits": waits,
     "torch.compile": compiled,
     "resuming": resume,
     "several devices": devices,
@@ -334,10 +342,6 @@ def _memory(place: Place) -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
-
-
-def _distance(one: Tensor, other: Tensor) -> float:
-    return float((one - other).norm() / other.norm().clamp(min=1e-12))
 
 
 def _at_most(error: float, limit: float, what: str) -> str:
