@@ -14,7 +14,9 @@ import signal
 import sys
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from types import TracebackType
 from typing import Any
 
@@ -184,7 +186,9 @@ def _load_batches(
     )
     started = False
     try:
-        for result in made:
+        with _script_left_alone(maker):
+            batches = iter(made)  # starts the workers
+        for result in batches:
             started = True
             if isinstance(result, Exception):
                 raise result
@@ -193,6 +197,43 @@ def _load_batches(
         if "DataLoader worker" not in str(error):
             raise
         raise WorkerDied(worker_died_message(first_line(error), workers, prefetch, started)) from error
+
+
+@contextmanager
+def _script_left_alone(maker: TrainBatches | EvaluationBatches) -> Iterator[None]:
+    """Start workers that do not import the user's script: without `if __name__ == "__main__":` it would begin anew.
+
+    If the data is of classes that the script defines, workers need it and import it as usual.
+    """
+    main = sys.modules["__main__"]
+    there = () if needs_script(maker) else vars(main).keys() & {"__spec__", "__file__"}
+    hidden = {name: getattr(main, name) for name in there}
+    for name in hidden:
+        setattr(main, name, None)
+    try:
+        yield
+    finally:
+        for name, value in hidden.items():
+            setattr(main, name, value)
+
+
+def needs_script(maker: object) -> bool:
+    """Tell if an object that is sent to another process names something of the script that runs."""
+    written = _Written()
+    try:
+        ForkingPickler(written, 4).dump(maker)  # pyright: ignore[reportArgumentType]  # writing is all that is asked
+    except Exception:  # said where it is sent
+        return True
+    return written.names_script
+
+
+class _Written:
+    """A file that keeps nothing but whether `__main__` was written to it."""
+
+    names_script = False
+
+    def write(self, data: Any) -> None:
+        self.names_script |= b"__main__" in bytes(data)
 
 
 def worker_died_message(reason: str, workers: int, prefetch: int, started: bool) -> str:

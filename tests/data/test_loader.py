@@ -23,6 +23,7 @@ from softmoe.data import (
     evaluation_batches,
     open_source,
 )
+from softmoe.data.loader import needs_script
 from softmoe.evaluate.inputs import Relabeled, Subset
 
 SMALL = TransformConfig(32, "pad_crop")
@@ -295,6 +296,36 @@ SCRIPT = """
     if __name__ == "__main__":
         main()
 """
+
+
+UNGUARDED = """
+    from softmoe.data import Loader, Transform, TransformConfig, open_source
+
+    print("begun")
+    transform = Transform(TransformConfig(32, "pad_crop"), True)
+    batches = Loader(open_source("shapes?size=32", "train"), transform, 4, workers=1).batches()
+    print(tuple(next(batches).images.shape))
+"""
+
+
+def test_a_script_without_a_guard(tmp_path):
+    """What a script does at its top level is done once: workers do not import it."""
+    script = tmp_path / "mine.py"
+    script.write_text(textwrap.dedent(UNGUARDED))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("begun\n(4, 3, 32, 32)\n", "")
+
+
+def test_data_of_classes_in_the_script():
+    """Workers import the script only if the data names something of it."""
+    assert not needs_script(Few())
+    script = type("Mine", (), {"__module__": "__main__"})
+    vars(sys.modules["__main__"])["Mine"] = script
+    try:
+        assert needs_script([Few(), script()])
+    finally:
+        del vars(sys.modules["__main__"])["Mine"]
 
 
 @pytest.fixture
