@@ -89,7 +89,7 @@ def is_amd_avx512(cpuinfo: Path = CPUINFO) -> bool:
 def first_core(cpuinfo: Path = CPUINFO) -> dict[str, str]:
     """Return the fields of the first core in /proc/cpuinfo; none on other systems."""
     try:
-        with cpuinfo.open() as file:
+        with cpuinfo.open(encoding="utf-8") as file:
             lines = file.read(65536).split("\n\n", 1)[0].splitlines()
     except OSError:
         return {}
@@ -112,8 +112,8 @@ def cache_folder() -> Path:
 @cache
 def bfloat16_works() -> bool:
     """Try a bfloat16 product in a child process, since it may crash."""
-    if sys.platform == "win32":
-        return True  # no fork; the broken virtual machines are Linux ones
+    if sys.platform != "linux":
+        return True  # the broken virtual machines are Linux ones, and others cannot fork beside torch's threads
     child = multiprocessing.get_context("fork").Process(target=_bfloat16_product)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # forking beside torch's threads: the child uses none

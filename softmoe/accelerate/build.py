@@ -189,7 +189,7 @@ def _texts(source: Path) -> list[str]:
 def processor() -> str:
     """The description that -march=native depends on; a cache folder may be shared by different machines."""
     try:
-        text = CPUINFO.read_text()
+        text = CPUINFO.read_text(encoding="utf-8")
     except OSError:
         return platform.processor()
     kept = ("flags", "Features", "model name", "CPU part")

@@ -1,6 +1,6 @@
 """The suites that compare our layer with other PyTorch implementations, each in its fastest honest form.
 
-They come with `pip install softmoe-vit[peers]`. A rival gets the same width, hidden width, experts and slots, one
+They come with `pip install 'softmoe-vit[peers]'`. A rival gets the same width, hidden width, experts and slots, one
 routing for a whole MLP, and every option of its own that makes it faster. Its products are then the same as ours; tests
 state how its routing departs from the paper. In `bench_peers` a rival's layer replaces ours in our transformer, and
 each model is timed in a process of its own; ours also with updates in the backward pass, and with bfloat16 moments.
@@ -152,7 +152,8 @@ def measure(model: str, name: str, batch: int, phase: str, seconds: float) -> Ro
         step()
     import resource  # not on Windows
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     probes = Probes()
     timings = interleave({name: step, **probes.functions()}, rounds=9, seconds=seconds)
     work = Work(batch * price.macs, price.params, x.numel())

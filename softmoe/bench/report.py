@@ -51,7 +51,7 @@ def save(rows: list[Row], roofline: Roofline, path: Path) -> None:
 def load(path: Path) -> tuple[dict[str, Any], list[Row]]:
     """Read the machine and the rows of an earlier run."""
     try:
-        saved = json.loads(path.read_text())
+        saved = json.loads(path.read_text(encoding="utf-8"))
         rows = [Row(**{**row, "timing": Timing(**row["timing"])}) for row in saved["rows"]]
         return saved["machine"], rows
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -89,7 +89,7 @@ def draw(rows: list[Row], title: str, path: Path) -> None:
     try:
         from matplotlib import pyplot
     except ImportError as error:
-        raise ValueError("--plot needs matplotlib: pip install softmoe-vit[plots]") from error
+        raise ValueError("--plot needs matplotlib: pip install 'softmoe-vit[plots]'") from error
     if all(row.case.removesuffix(" experts").isdigit() for row in rows):
         figure, axes = pyplot.subplots(figsize=(7, 4))
         draw_curves(axes, rows)

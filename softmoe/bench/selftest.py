@@ -339,7 +339,7 @@ def _memory(place: Place) -> int:
     if place.cuda:
         return torch.cuda.memory_allocated(place.device)
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
 

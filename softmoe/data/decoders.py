@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -126,7 +127,8 @@ def _decode_requests(pipe: Connection, read: Read, seconds: float) -> None:
     """A child's life: a body in, pixels or a sentence out. The alarm ends it if nobody is left who could."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libtiff and the form's parser would let strangers fill the log
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+    if sys.platform == "linux":  # macOS refuses this limit; the size in pixels and the time are bounded there too
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     with contextlib.suppress(EOFError, OSError):
         while True:
             content_type, body = pipe.recv_bytes().decode("latin-1"), pipe.recv_bytes()

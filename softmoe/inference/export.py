@@ -101,7 +101,7 @@ def export(
         "classes": classes,
     }
     write_json(beside, facts, indent=1)
-    write_text(helper, PREPROCESS.read_text("utf-8"))
+    write_text(helper, PREPROCESS.read_text(encoding="utf-8"))
     size = sum(p.stat().st_size for p in (target, Path(f"{target}.data")) if p.exists())
     return Exported(target, to, size, differences)
 

@@ -181,7 +181,7 @@ def _drop(tensor: Tensor) -> None:
 
 def _mapped_files() -> Iterator[tuple[int, int]]:
     """Yield the addresses of mapped weight files: releasing any other memory would lose its contents."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         fields = line.split(maxsplit=5)
         if len(fields) == 6 and fields[5].endswith(".safetensors"):
             start, end = fields[0].split("-")

@@ -55,7 +55,7 @@ class Team:
     @property
     def stream(self) -> TextIO | None:
         """The stream for progress lines; None is the usual one."""
-        return None if self.leads else open(os.devnull, "w")  # as long as the process
+        return None if self.leads else open(os.devnull, "w", encoding="utf-8")  # as long as the process
 
     @property
     def seed(self) -> tuple[int, ...]:

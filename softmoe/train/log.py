@@ -53,7 +53,7 @@ class MetricsFile:
             return None
         before = self.path.stat().st_size if self.path.exists() else 0
         try:
-            with self.path.open("a") as file:
+            with self.path.open("a", encoding="utf-8") as file:
                 file.write("".join(self.waiting))
         except OSError as error:
             if self.path.exists():
@@ -125,7 +125,7 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ModuleNotFoundError(
-                "log.tensorboard needs the extra: pip install softmoe-vit[tensorboard]"
+                "log.tensorboard needs the extra: pip install 'softmoe-vit[tensorboard]'"
             ) from error
         self._writer = SummaryWriter(str(folder), purge_step=step + 1)
 
@@ -142,7 +142,7 @@ class WeightsAndBiases:
         try:
             import wandb  # pyright: ignore[reportMissingImports]
         except ImportError as error:
-            raise ModuleNotFoundError("log.wandb needs the extra: pip install softmoe-vit[wandb]") from error
+            raise ModuleNotFoundError("log.wandb needs the extra: pip install 'softmoe-vit[wandb]'") from error
         self._run = wandb.init(
             project=config.log.wandb, id=config.run_name, dir=str(folder), config=config.to_dict(), resume="allow"
         )
