@@ -54,6 +54,8 @@ def _run(recipe: TrainConfig, data: str | Path | None, settings: dict[str, Any])
         if key not in keys:
             raise ValueError(f"there is no setting {key!r}; `softmoe train RECIPE --help` lists them")
     config = set_keys(recipe, given)
+    if epochs is not None and "steps" in given:
+        raise ValueError("give epochs or steps, not both: each says how long the run is")
     if epochs is not None:
         config = replace(config, steps=steps_of(epochs, config))
     config, fitted = fit(config, recipe, given)

@@ -106,7 +106,7 @@ LAYER_OPTIONS = tuple(f.name for f in fields(MoEConfig) if f.name != "router")
 def option_names(router: str) -> tuple[str, ...]:
     """List the options of MoE layers with this router."""
     if router not in ROUTERS:
-        raise ValueError(f"unknown router {router!r}, expected one of: {', '.join(ROUTERS)}")
+        raise ValueError(f"unknown router {router!r}, expected one of: {', '.join(ROUTERS)}, or dense for none")
     return (*(f.name for f in fields(ROUTERS[router])), *LAYER_OPTIONS)
 
 

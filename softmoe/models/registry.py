@@ -39,7 +39,12 @@ PAPER_MODELS: tuple[str, ...] = (  # the long runs of the paper, dense and Soft 
 _NAME = re.compile(
     r"(?P<router>[a-z_]+)_(?P<size>ti|[sblhgG])(?P<patch>\d{1,5})(?:_(?P<experts>\d{1,7})e(?:(?P<slots>\d{1,7})p)?)?"
 )
-_TIMM = {"drop_rate": "dropout", "attn_drop_rate": "attention_dropout", "drop_path_rate": "drop_path"}
+_TIMM = {
+    "img_size": "image_size",
+    "drop_rate": "dropout",
+    "attn_drop_rate": "attention_dropout",
+    "drop_path_rate": "drop_path",
+}
 _VIT_FIELDS = tuple(f.name for f in fields(ViTConfig) if f.name != "moe")
 
 
@@ -65,8 +70,8 @@ def model_config(
 ) -> ViTConfig:
     """Return the configuration of a model by name.
 
-    Overrides are fields of ViTConfig, MoEConfig and the router's config, or timm's in_chans, drop_rate, attn_drop_rate
-    and drop_path_rate.
+    Overrides are fields of ViTConfig, MoEConfig and the router's config, or timm's img_size, in_chans, drop_rate,
+    attn_drop_rate and drop_path_rate. No classes (None, or timm's 0) is a model without a head.
     """
     match = _NAME.fullmatch(name)
     if match is None or match["router"] not in ("vit", *ROUTERS):
@@ -87,7 +92,7 @@ def model_config(
         depth=depth,
         mlp_dim=mlp_dim,
         heads=heads,
-        num_classes=num_classes,
+        num_classes=num_classes or None,
     )
     if match["experts"] is not None:
         slots = {} if match["slots"] is None else {"slots_per_expert": int(match["slots"])}
@@ -97,6 +102,8 @@ def model_config(
 
 def override(config: ViTConfig, changes: dict[str, Any]) -> ViTConfig:
     changes = {_TIMM.get(key, key): value for key, value in changes.items()}
+    if changes.pop("pretrained", False):
+        raise ValueError("no weights come by a model's name: softmoe.from_pretrained takes files, folders and Hub ids")
     if (channels := changes.pop("in_chans", 3)) != 3:
         raise ValueError(f"images have 3 channels here, not {channels}: repeat or drop channels before the model")
     vit = {key: value for key, value in changes.items() if key in _VIT_FIELDS}

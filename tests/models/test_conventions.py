@@ -19,7 +19,8 @@ def test_names():
     made = model()
     assert (made.num_classes, made.embed_dim, made.num_features) == (5, 16, 16)
     assert model(representation_size=24).num_features == 24
-    assert model(num_classes=None).num_classes == 0
+    assert model(num_classes=None).num_classes == model(num_classes=0).num_classes == 0
+    assert model(img_size=48, pretrained=False).config.image_size == 48
     assert made.get_classifier() is made.head
 
 
