@@ -95,17 +95,19 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(argv: list[str]) -> int:
+    if len(argv) > 1 and argv[0] == "help":
+        argv = [argv[1], "--help"]
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())
         return 0 if argv else 2
     name, rest = argv[0], argv[1:]
-    if name == "--version":
+    if name in ("--version", "version"):
         from softmoe import __version__
 
         print(f"softmoe {__version__}")
         return 0
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        near = difflib.get_close_matches(name.lower(), COMMANDS, n=1)
         hint = f", did you mean {near[0]!r}?" if near else f"; commands are: {', '.join(COMMANDS)}"
         return fail(f"unknown command {name!r}{hint}")
     file = next(file for file, commands in FILES.items() if name in commands)

@@ -51,7 +51,7 @@ def evaluation_text(report: dict[str, Any], *, classes: bool) -> str:
     rows = [
         ("images", f"{report['images']}"),
         (first, f"{numbers['top1']:.2%}"),
-        ("top-5", f"{numbers['top5']:.2%}"),
+        *([("top-5", f"{numbers['top5']:.2%}")] if len(report["classes"]) > 5 else []),  # else always all
         ("mean over classes", f"{numbers['class_mean']:.2%}"),
         ("loss", f"{numbers['loss']:.4f}"),
         ("calibration error", f"{numbers['calibration_error']:.4f}"),

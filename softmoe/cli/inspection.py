@@ -50,7 +50,7 @@ def inspect_command(argv: list[str]) -> int:
         print(f"{model.name}: {model.images:,} images\n{layers_text(model)}\n")
     print("\n".join(f"{columns}: {meaning}" for columns, meaning in NOTES) + "\n")
     if not plots.available():
-        print("softmoe: no figures were drawn, they need matplotlib: pip install softmoe-vit[plots]", file=sys.stderr)
+        print("softmoe: no figures were drawn, they need matplotlib: pip install 'softmoe-vit[plots]'", file=sys.stderr)
     for path in written:
         if path.suffix != ".svg":
             print(path)

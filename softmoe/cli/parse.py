@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command")
 SIZE = int | tuple[int, int] | None
+IMAGE_SIZE = "data.transform.image_size"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,13 +93,19 @@ def one_line(box: str) -> str:
     """Return what tyro says in a box with a title as one line without them."""
     lines = [re.sub(r"[│╭╮╰╯]|[─-]{3,}|─", " ", line).strip() for line in box.splitlines()]
     text = " ".join(" ".join(filter(None, lines)).split())
-    for title in ("Unrecognized options", "Required options", "Value error", "Invalid choice", "Parsing error"):
+    titles = ("Unrecognized options", "Required options", "Value error", "Invalid choice", "Parsing error")
+    for title in (*titles, "Missing argument"):
         text = text.removeprefix(f"{title} ")
     text = text.replace(" Argument helptext:", ";").replace(" (required)", "")
     text = re.sub(
         r"^Error parsing (\S+): invalid literal for int.*?base 10: ", r"\1 must be a whole number, got ", text
     )
     text = re.sub(r"^Error parsing (\S+): could not convert string to float: ", r"\1 must be a number, got ", text)
+    text = re.sub(
+        r"^Error parsing (\S+): no type matching .*? from \[(.*?)\]\. Got errors.*?; ", r"\1 cannot be \2; ", text
+    )
+    text = re.sub(r"^Error parsing config\.(\S+): ", r"\1: ", text)
+    text = re.sub(r"^Missing value for argument '(\S+)'\. Expected 1 values?\.", r"\1 needs a value.", text)
     return re.sub(r"\s*For full helptext, (?:run|see):? (softmoe .*?--help)", r" (\1)", text)
 
 
@@ -130,6 +137,12 @@ def parse_size(text: str) -> int | tuple[int, int]:
     if len(sides) > 2 or not all(side.isdecimal() for side in sides):
         raise ValueError(f"--image-size must be pixels or HEIGHTxWIDTH, like 224 or 224x320, got {text!r}")
     return int(sides[0]) if len(sides) == 1 else (int(sides[0]), int(sides[1]))
+
+
+def words_of_size(text: str) -> list[str]:
+    """Return 224 as one word and 224x320 as two, as tyro takes them."""
+    size = parse_size(text)
+    return [str(side) for side in (size if isinstance(size, tuple) else (size,))]
 
 
 def percent_on_terminal(what: str) -> Callable[[int, int], None] | None:
@@ -198,11 +211,14 @@ def parse_run(default: "TrainConfig", argv: list[str], prog: str, *, new: bool =
     values = {f.name: getattr(found.config, f.name) for f in fields(TrainConfig)}
     values["model"] = model.change(**own, **settings)
     made = TrainConfig(**values)
+    if {"epochs", "steps"} <= given:
+        raise ValueError("give --epochs or --steps, not both: each says how long the run is")
     if found.epochs is not None:
         made = replace(made, steps=steps_of(found.epochs, made))
     if not new:
         return made, found.dry_run
     made, fitted = fit(made, default, given)
+    made.check()
     made, placed = free_name(made, default, named="run_name" in given)
     for sentence in filter(None, (fitted, placed)):
         print(f"softmoe: {sentence}", file=sys.stderr)
@@ -218,8 +234,8 @@ OTHER_NAMES = {
     "depth": "model.depth",
     "experts": "model.num_experts",
     "gradient_accumulation_steps": "accumulate",
-    "image_size": "data.transform.image_size",
-    "img_size": "data.transform.image_size",
+    "image_size": IMAGE_SIZE,
+    "img_size": IMAGE_SIZE,
     "learning_rate": "schedule.peak",
     "lr": "schedule.peak",
     "mlp_dim": "model.mlp_dim",
@@ -261,13 +277,17 @@ def translate(argv: list[str], keys: Collection[str], switches: Collection[str])
     """Return the words with whole keys in them, and the keys. ValueError where a word may mean two of them."""
     found: list[str] = []
     given: set[str] = set()
+    key = ""
     for index, word in enumerate(argv):
         if not word.startswith("--") or word == "--":
-            found.append(word)
+            found += words_of_size(word) if key == IMAGE_SIZE else [word]
             continue
         name, equals, value = word[2:].partition("=")
         key = whole_key(name.replace("-", "_"), keys)
         given.add(key)
+        if key == IMAGE_SIZE and equals:
+            found += ["--data.transform.image-size", *words_of_size(value)]
+            continue
         found.append(f"--{key.replace('_', '-')}{equals}{value}" if key in keys else word)
         alone = not equals and (index + 1 == len(argv) or argv[index + 1].startswith("--"))
         if key in switches and alone:

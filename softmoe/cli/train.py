@@ -61,6 +61,8 @@ def train_command(argv: list[str]) -> int:
         return 0 if argv else 2
     if argv[0] == "--config" and len(argv) > 1:
         argv = argv[1:]
+    if argv[0].startswith("-"):
+        raise ValueError(f"the recipe comes first: softmoe train small_data {shlex.join(argv)}")
     return drive(*parse_train(argv[0], argv[1:]))
 
 
@@ -136,7 +138,10 @@ def stored_run(path: Path) -> TrainConfig:
 
     stored = RunFolder(path).stored()
     if stored is None:
-        raise ValueError(f"{path} is not the folder of a run: it has no config.json")
+        raise ValueError(
+            f"{path} is not the folder of a run: it has no config.json; to train on the images in it: "
+            f"softmoe train small_data --data {shlex.quote(str(path))}"
+        )
     place = path.resolve()
     return replace(stored[0], runs=str(place.parent), run_name=place.name)
 
@@ -187,7 +192,7 @@ def report_page(folder: RunFolder) -> str:
             judge(folder, run.config)
         return str(write_report([run], folder.path / "report.html"))
     except Exception as error:
-        return f"none, {type(error).__name__}: {error}"
+        return f"none: {error}" if isinstance(error, ValueError) else f"none, {type(error).__name__}: {error}"
 
 
 def judge(folder: RunFolder, config: TrainConfig) -> None:

@@ -238,7 +238,10 @@ def _assemble(
             break
         else:
             if replace is not None:
-                raise TooManyBroken(f"{len(candidates)} images in a row cannot be read, the last is {broken[-1][0]}.")
+                raise TooManyBroken(
+                    f"{len(candidates)} images in a row cannot be read, the last is {broken[-1][0]} ({broken[-1][1]}): "
+                    "repair or remove them."
+                )
     return _stack(source, transform, rows, captions, tuple(broken), raw)
 
 

@@ -5,7 +5,7 @@ requests. The bytes may be a stranger's, so the format is told by the content an
 starts another program), and the sizes are checked before any pixel is made, in the decoder that makes them.
 
 JPEG can be decoded at 1/2, 1/4 or 1/8 of its size for a fraction of the work (the inverse DCT is done on fewer
-coefficients). simplejpeg does it faster than Pillow and is used when it is installed (`pip install softmoe-vit[fast]`).
+coefficients). simplejpeg does it faster than Pillow and is used when it is there (`pip install 'softmoe-vit[fast]'`).
 """
 
 from __future__ import annotations

@@ -75,10 +75,12 @@ class FolderSource(Source):
 def open_folder(path: str, split: str, *, val: str | None = None) -> FolderSource:
     root = Path(path).expanduser()
     if not root.exists():
-        raise ValueError(f"The data folder {root} does not exist; folder:PATH needs PATH/{split}/<class>/<image>.")
+        raise ValueError(f"The data folder {root} does not exist; give one with <class>/<image> in it: --data PATH.")
     if root.is_file():
         if not root.name.endswith(_TAR_SUFFIXES):
-            raise ValueError(f"folder: needs a folder, a .tar or a .tar.gz, but {root} is neither.")
+            raise ValueError(
+                f"{root} is a file; images come as a folder with <class>/<image> in it, or a .tar or .tar.gz."
+            )
         tree, titles, stored = _scan_tar(unpacked(root))
     else:
         here = {s for s in (*_SPLITS, split) if (root / s).is_dir()}
@@ -115,9 +117,10 @@ def open_folder(path: str, split: str, *, val: str | None = None) -> FolderSourc
 def _unsplit(root: Path) -> dict[str, dict[str, list]]:
     """Return the classes of a folder that has no splits, as the one split without a name."""
     classes = _scan_split(root)
-    if not classes and any(map(_is_image, os.listdir(root))):
-        raise ValueError(f"{root} holds images but no class folders; put them at {root.name}/<class>/<image>.")
-    return {"": classes} if classes else {}
+    if not classes:
+        holds = "images but no class folders" if any(map(_is_image, os.listdir(root))) else "no folders of images"
+        raise ValueError(f"{root} holds {holds}; put them at {root.name}/<class>/<image>.")
+    return {"": classes}
 
 
 def _held_out(whole: dict[str, list], split: str, share: float, root: Path) -> dict[str, list]:
@@ -153,10 +156,11 @@ def _say_once(root: Path, found: dict[str, list], whole: dict[str, list], split:
     _told.add(str(root))
     total, here = (sum(map(len, part.values())) for part in (whole, found))
     held = here if split == "val" else total - here
+    alone = [name for name, files in whole.items() if len(files) == 1]
     _logger.warning(
         "%s has no train/ and val/: %d of its %d images are kept for validation, always the same %.3g %% of each class "
-        "(%s?val=0.2 keeps another share)",
-        *(root, held, total, 100 * share, root),
+        "(%s?val=0.2 keeps another share)%s",
+        *(root, held, total, 100 * share, root, f"; none of {alone[0]}, which has one image" if alone else ""),
     )
 
 

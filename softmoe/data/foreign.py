@@ -132,7 +132,7 @@ def open_digits(split: str) -> DigitsSource:
     try:
         from sklearn.datasets import load_digits  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ValueError("The source 'digits' needs scikit-learn: pip install softmoe-vit[digits].") from error
+        raise ValueError("The source 'digits' needs scikit-learn: pip install 'softmoe-vit[digits]'.") from error
     data = load_digits()
     chosen = (np.arange(len(data.target)) % 5 == 0) == (split == "val")
     return DigitsSource(split, data.images[chosen], data.target[chosen])
@@ -184,7 +184,7 @@ def open_hf(
     try:
         import datasets  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ValueError("The source 'hf:' needs the package datasets: pip install softmoe-vit[hf].") from error
+        raise ValueError("The source 'hf:' needs the package datasets: pip install 'softmoe-vit[hf]'.") from error
     splits = _load(datasets, path, config)
     found = next((name for name in _OTHER_NAMES.get(split, (split,)) if name in splits), None)
     if found is None:

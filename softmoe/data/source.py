@@ -145,7 +145,7 @@ def parse_uri(uri: str) -> tuple[str, str, dict[str, str]]:
     scheme, _, path = address.partition(":")
     if scheme not in _SCHEMES and Path(address).expanduser().exists():
         scheme, path = "folder", address
-    elif scheme not in _SCHEMES and not path and ("/" in address or "\\" in address):
+    elif scheme not in _SCHEMES and (not path or len(scheme) == 1) and ("/" in address or "\\" in address):
         raise ValueError(
             f"There is no folder {address}; a data source is a folder of images, or shapes, wds:PATTERN..."
         )

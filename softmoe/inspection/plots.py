@@ -292,7 +292,7 @@ def legend(axis: Any, title: str = "") -> None:
 
 def pyplot() -> Any:
     if not available():
-        raise ValueError("figures need matplotlib: pip install softmoe-vit[plots]")
+        raise ValueError("figures need matplotlib: pip install 'softmoe-vit[plots]'")
     import matplotlib
 
     matplotlib.use("Agg")

@@ -55,6 +55,8 @@ def open_sources(config: TrainConfig) -> tuple[Source, Source]:
             f"training and validation data have different classes: {len(train.classes)} in {d.train}, "
             f"{len(val.classes)} in {d.val or d.train}"
         )
+    if len(train.classes) == 1 and config.text.size is None:
+        raise ValueError(f"{d.train} has one class only, {train.classes[0]!r}: there is nothing to tell it from")
     if d.val is None and d.train_split != d.val_split and train.fingerprint == val.fingerprint:
         raise ValueError(
             f"{d.train} gives the same images for training and validation: name the folder above it, or set data.val"

@@ -25,7 +25,7 @@ from softmoe.storage import (
 )
 from softmoe.storage.checkpoint import STEP_NAME
 from softmoe.storage.files import flatten, read_json, write_json
-from softmoe.storage.saved import parse_architecture, split_architecture, tokenizer_of_run
+from softmoe.storage.saved import TOKENIZER_FILES, parse_architecture, split_architecture, tokenizer_of_run
 from softmoe.train.config import TrainConfig
 from softmoe.train.optim import make_schedule
 
@@ -88,19 +88,32 @@ class RunFolder:
             raise ValueError(f"{self.config} is not the config.json of a training run")
         return TrainConfig.from_dict(values["train"]), values["facts"]
 
+    def check_place(self) -> None:
+        """Raise ValueError if a run cannot live here: a file is in the way, or a folder with other things in it."""
+        above = next((p for p in (self.path, *self.path.parents) if p.exists()), self.path)
+        if above.exists() and not above.is_dir():
+            raise ValueError(f"{above} is a file: choose another --run-name or --runs")
+        if above != self.path or self.config.exists():
+            return
+        ours = (self.metrics.name, self.checkpoints.name, *TOKENIZER_FILES)  # of a run that was killed as it began
+        others = [p.name for p in self.path.iterdir() if p.name not in ours and not p.name.startswith(".")]
+        if others:
+            raise ValueError(f"{self.path} holds {min(others)} and no run: choose another --run-name")
+
     def begin(self, config: TrainConfig, facts: dict[str, Any]) -> None:
         write_json(self.config, {"train": config.to_dict(), "facts": facts})
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep other processes out of the folder. The lock ends with the process, however that ends."""
+        self.check_place()
         self.path.mkdir(parents=True, exist_ok=True)
         try:
             import fcntl
         except ImportError:  # no such locks on this system
             yield
             return
-        with (self.path / ".lock").open("a+") as file:
+        with (self.path / ".lock").open("a+", encoding="utf-8") as file:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -155,13 +168,15 @@ def free_name(config: TrainConfig, recipe: TrainConfig, *, named: bool) -> tuple
         return config, ""
     base, mine = flatten(recipe.to_dict()), flatten(config.to_dict())
     chosen = [line for line in first if base.get(key := line.split(": ")[0]) != mine.get(key)] or first
-    shown = chosen[:LISTED]
-    more = f"\n  and {len(first) - len(shown)} more" if len(first) > len(shown) else ""
-    holds = f"{RunFolder.of(config).path} holds a run of another configuration:\n  " + "\n  ".join(shown) + more
     if named:
+        shown = chosen[:LISTED]
+        more = f"\n  and {len(first) - len(shown)} more" if len(first) > len(shown) else ""
+        holds = f"{RunFolder.of(config).path} holds a run of another configuration:\n  " + "\n  ".join(shown) + more
         raise ValueError(f"{holds}\nuse another --run-name, or remove the folder to start again")
     made = replace(config, run_name=name)
-    return made, f"{holds}\nthis run is {RunFolder.of(made).path}; --run-name chooses a name"
+    more = f" and {len(first) - 1} more" if len(first) > 1 else ""
+    holds = f"{RunFolder.of(config).path} holds another run ({chosen[0]}{more})"
+    return made, f"{holds}, so this one is {RunFolder.of(made).path}; --run-name chooses a name"
 
 
 def other_run(config: TrainConfig) -> list[str]:

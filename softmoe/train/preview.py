@@ -5,13 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 from softmoe.budget import blocks_to_recompute, cost, memory, text_cost, training_flops
-from softmoe.data import open_source
+from softmoe.data import Source, open_source
 from softmoe.models import ViTConfig
 from softmoe.models.two_tower import features_dim
 from softmoe.storage.files import flatten
 from softmoe.train.config import ModelSection, TrainConfig
 from softmoe.train.data import buffers_of, open_sources
 
+MANY_EPOCHS = 1000
 ROWS, EVALUATIONS = 10, 4  # the least of each in a run that is shorter than its recipe
 
 
@@ -19,6 +20,8 @@ def steps_of(epochs: float, config: TrainConfig) -> int:
     """Return the number of steps in which the training images are seen `epochs` times."""
     if not epochs > 0:
         raise ValueError(f"the number of epochs must be above 0, got {epochs}")
+    if config.data.batch_size < 1:
+        raise ValueError(f"data.batch_size must be at least 1, got {config.data.batch_size}")
     images = len(open_source(config.data.train, config.data.train_split))
     return max(1, round(epochs * images / config.data.batch_size))
 
@@ -85,7 +88,7 @@ def preview(config: TrainConfig) -> str:
     towers = config.text.resolve(shape, config.text.vocab_size) if texts else None
     price = cost(shape)
     images = config.steps * config.data.batch_size
-    seen = f"{images:,} are seen, {images / len(source):.2f} epochs"
+    seen = f"{images:,} are seen, {images / len(source):,.2f} epochs"
     checked = min(len(held_out), config.evaluation.examples or len(held_out))
     gigaflops = f"{price.forward_flops / 1e9:.3f} GFLOPs forward and {price.train_flops / 1e9:.3f} GFLOPs training"
     lines = [f"  {price.params:,} parameters, {gigaflops} per image"]
@@ -96,13 +99,14 @@ def preview(config: TrainConfig) -> str:
     return "\n".join(
         [
             "settings (those that are None are left out)",
-            *setting_lines(config.to_dict()),
+            *setting_lines({key: value for key, value in config.to_dict().items() if texts or key != "text"}),
             "model",
             *setting_lines((towers or shape).to_dict()),
             "data",
             f"  {len(source):,} training images of {len(source.classes)} classes; {seen}",
             f"  {len(held_out):,} validation images, of which {checked:,} are evaluated",
             f"  {waiting(config)}",
+            *(f"  {remark}" for remark in remarks(config, shape, source)),
             "cost",
             *lines,
             f"  {flops:.3e} FLOPs in all",
@@ -112,11 +116,25 @@ def preview(config: TrainConfig) -> str:
     )
 
 
+def remarks(config: TrainConfig, shape: ViTConfig, source: Source) -> list[str]:
+    """Return a sentence for each setting that works and is hardly meant."""
+    said = []
+    sides, patch = config.data.transform.size, shape.patch_size
+    if any(side % patch for side in sides):
+        used = " x ".join(str(side // patch * patch) for side in sides)
+        said.append(f"patches have {patch} pixels a side, so of {' x '.join(map(str, sides))} pixels {used} are used")
+    epochs = config.steps * config.data.batch_size / max(1, len(source))
+    if epochs > MANY_EPOCHS and not getattr(source, "generated", False):
+        said.append(f"each of the {len(source):,} training images is seen {epochs:,.0f} times; --epochs says otherwise")
+    return said
+
+
 def waiting(config: TrainConfig) -> str:
     """Say how much memory the batches that wait for the device take at most."""
     b = buffers_of(config.data, config.data.batch_size, "cuda" if on_cuda(config) else "cpu")
     kind = "pinned uint8" if on_cuda(config) else "float32"
-    ahead = f"{b.workers} workers, {b.prefetch} batches ahead of each" if b.workers else "made in this process"
+    count = "1 worker" if b.workers == 1 else f"{b.workers} workers"
+    ahead = f"{count}, {b.prefetch} batches ahead of each" if b.workers else "made in this process"
     return f"batches of {b.batch_bytes / 2**20:,.1f} MiB ({kind}), {ahead}: at most {b.bytes / 2**20:,.1f} MiB"
 
 

@@ -33,7 +33,7 @@ from softmoe.train.health import HealthWatch
 from softmoe.train.log import MetricsFile, Progress, Sink
 from softmoe.train.objectives import Contrastive, Objective, balance_weights, make_objective
 from softmoe.train.optim import Schedule, make_optimizer, make_schedule
-from softmoe.train.preview import recomputed
+from softmoe.train.preview import recomputed, remarks
 
 
 class Average:
@@ -217,6 +217,8 @@ def build(
     if config.text.size is not None:
         data = replace(data, tokenizer=prepare_tokenizer(config, folder.path, data.train, team))
     shape = shape_of(config, data)
+    for remark in remarks(config, shape.image if isinstance(shape, TwoTowerConfig) else shape, data.train):
+        progress.report(remark)
     team.check(config, shape.image if isinstance(shape, TwoTowerConfig) else shape)
     make = partial(build_model, config, shape, device)
     model = team.spread(make, autocast, config.compile)

@@ -1,4 +1,4 @@
-"""Sixty mistakes that people make, each answered in one line that helps."""
+"""A hundred mistakes that people make, each answered in one line that helps."""
 
 import shlex
 from pathlib import Path
@@ -73,6 +73,48 @@ WRONG = [
     ("predict empty.safetensors photos --mean 0.5 --std 0.5", "empty.safetensors is not a readable safetensors file"),
     ("cost soft_s16_99999999999999999999e", "unknown model 'soft_s16_99999999999999999999e'"),
     ("bench layer --seconds 0", "--seconds must be above 0, got 0"),
+    ("TRAIN small_data", "did you mean 'train'?"),
+    ("train --data photos", "the recipe comes first: softmoe train small_data --data photos"),
+    ("train photos", "to train on the images in it: softmoe train small_data --data photos"),
+    ("train small_data", "give one with <class>/<image> in it: --data PATH"),
+    ("train small_data --data empty", "empty holds no folders of images; put them at empty/<class>/<image>"),
+    ("train small_data --data empty.safetensors", "is a file; images come as a folder with <class>/<image> in it"),
+    ("train small_data --data one", "one has one class only, 'ant': there is nothing to tell it from"),
+    ("train small_data --data one --dry-run", "one has one class only, 'ant'"),
+    (r"train small_data --data 'C:\Users\me\photos'", r"There is no folder C:\Users\me\photos"),
+    ("train small_data --data photos --steps", "--steps needs a value"),
+    ("train small_data --data photos --steps 1e3", "--steps must be a whole number, got '1e3'"),
+    ("train small_data --data photos --steps -1", "steps must be at least 1, got -1"),
+    ("train small_data --data photos --epochs abc", "--epochs cannot be 'abc'"),
+    ("train small_data --data photos --epochs 1 --steps 2", "give --epochs or --steps, not both"),
+    ("train small_data --data photos --epochs 1 --batch-size 0", "data.batch_size must be at least 1, got 0"),
+    ("train small_data --data photos --image-size 64x", "must be pixels or HEIGHTxWIDTH, like 224 or 224x320"),
+    ("train small_data --data photos --image-size=0", "image_size must be positive, not 0"),
+    ("train small_data --data photos --model.router sofft", "experts_choice, or dense for none"),
+    ("train small_data --data photos --model.heads 3", "heads must divide the width: 64 is not a multiple of 3"),
+    ("train small_data --data photos --optim.name adm", "Expected one of ('adamw', 'sgd')"),
+    (
+        "train small_data --data photos --run-name notes",
+        "runs/notes holds mine.txt and no run: choose another --run-name",
+    ),
+    ("train small_data --data photos --run-name file", "runs/file is a file: choose another --run-name or --runs"),
+    ("train small_data --data photos --runs empty.safetensors", "empty.safetensors is a file: choose another"),
+    ("finetune weights.pt photos", "weights.pt is a pickle, which can run any code"),
+    ("finetune demo photos --mean 0.5", "mean can be given for files of others' weights only"),
+    ("evaluate saved empty", "empty holds no folders of images"),
+    ("evaluate saved photos --weights int4", "invalid choice 'int4' for argument '--weights'"),
+    ("predict saved empty", "the folder empty holds no images; known endings are .jpg"),
+    ("predict saved 'nothing*.jpg'", "no file matches 'nothing*.jpg'"),
+    ("doctor photos/ant/0.jpg", "is a file; give the folder of a saved model"),
+    ("serve saved --port 99999", "port must be 0-65535"),
+    ("tokenizer tran photos", "softmoe tokenizer has the commands train and show, not 'tran'"),
+    ("sweep small_data lr=a,b --data photos", "--schedule.peak must be a number, got 'a'"),
+    ("plan soft_b16_128e --devices 8 --memory 40", "--memory must be a size like 40GB or 80GiB, got '40'"),
+    ("search saved '' photos", "the text to search for is empty"),
+    ("zeroshot saved photos", "saved is a model for images alone"),
+    ("soup saved demo --out averaged", "only models of one architecture can be averaged"),
+    ("study controls --scale huge", "Expected one of ('tiny', 'small', 'paper')"),
+    ("quickstart --out page.html", "Unrecognized options: --out"),
 ]
 
 
@@ -80,11 +122,23 @@ WRONG = [
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as people have it: photos without splits, others with train/ and test/, a saved model, a run."""
     root = tmp_path_factory.mktemp("place")
-    for name in ("photos/ant", "photos/bee", "mixed/train/ant", "mixed/test/ant", "three/a", "three/b", "three/c"):
+    for name in (
+        "photos/ant",
+        "photos/bee",
+        "one/ant",
+        "mixed/train/ant",
+        "mixed/test/ant",
+        "three/a",
+        "three/b",
+        "three/c",
+    ):
         (root / name).mkdir(parents=True)
         for number in range(3):
             (root / name / f"{number}.jpg").write_bytes(b"x")
-    (root / "empty.safetensors").touch()
+    for name in ("empty", "runs/notes"):
+        (root / name).mkdir(parents=True)
+    for name in ("empty.safetensors", "weights.pt", "runs/notes/mine.txt", "runs/file"):
+        (root / name).touch()
     model = create_model("soft_ti8_2e", num_classes=2, image_size=16, width=16, heads=2, mlp_dim=16, depth=1)
     for name in ("saved", "runs/main"):
         softmoe.save_pretrained(model, root / name, classes=["ant", "bee"])

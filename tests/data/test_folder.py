@@ -116,7 +116,11 @@ def test_not_a_tar(tmp_path):
     (tmp_path / "x.zip").write_bytes(b"PK")
     (tmp_path / "x.tar").write_bytes(b"no tar" * 200)
     (tmp_path / "x.tar.gz").write_bytes(b"no gz")
-    for name, words in (("x.zip", "neither"), ("x.tar", "not a readable tar"), ("x.tar.gz", "not a whole gzip")):
+    for name, words in (
+        ("x.zip", "is a file; images come as a folder"),
+        ("x.tar", "not a readable tar"),
+        ("x.tar.gz", "not a whole gzip"),
+    ):
         with pytest.raises(ValueError, match=words):
             open_source(f"folder:{tmp_path / name}", "train")
     assert list((tmp_path / "cache").iterdir()) == []

@@ -56,5 +56,5 @@ def test_missing_extra_is_named(scheme: str, package: str, extra: str, monkeypat
     """Without the optional package the error says which extra to install."""
     monkeypatch.setitem(__import__("sys").modules, package, None)
     monkeypatch.setitem(__import__("sys").modules, f"{package}.datasets", None)
-    with pytest.raises(ValueError, match=rf"pip install softmoe-vit\[{extra}\]"):
+    with pytest.raises(ValueError, match=rf"pip install 'softmoe-vit\[{extra}\]'"):
         open_source(scheme, "train")

@@ -52,7 +52,7 @@ def test_without_matplotlib(tmp_path, monkeypatch):
     model = inspection(tiny_model(), "m")
     written = write_inspection([model], tmp_path, title="t", about={"data": "d", "split": "val"})
     assert [path.name for path in written] == ["inspect.json", "inspect.html"]
-    with pytest.raises(ValueError, match=r"pip install softmoe-vit\[plots\]"):
+    with pytest.raises(ValueError, match=r"pip install 'softmoe-vit\[plots\]'"):
         plots.write_figures(model, tmp_path)
 
 

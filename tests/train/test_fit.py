@@ -75,7 +75,7 @@ def test_second_runs_get_numbers(tmp_path: Path):
     made, said = free_name(other, recipe, named=False)
     assert made == replace(other, run_name="mine_2")
     assert "seed: 0 -> 5" in said
-    assert "this run is" in said
+    assert f"so this one is {RunFolder.of(made).path}" in said
     RunFolder.of(made).path.mkdir()
     RunFolder.of(made).begin(made, {})
     assert free_name(other, recipe, named=False)[0] == made
