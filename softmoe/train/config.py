@@ -54,6 +54,9 @@ class OptimSection:
     """(pattern, decay) pairs that come first, by regular expression on the parameter's name."""
     lr_patterns: tuple[tuple[str, float], ...] = ()
     """(pattern, factor) pairs: the learning rate of the parameters whose name matches is multiplied; 0 freezes them."""
+    freeze: float = 0.0
+    """The share of the blocks, from the first one up, that stay as they are, and with them all that comes before. Less
+    is computed: nothing goes backward below the first block that learns."""
     layer_decay: float | None = None
     """Layer-wise decay: the learning rate of a block over that of the block above it; None is the same for all."""
     clip_norm: float | None = 1.0
@@ -266,6 +269,7 @@ class TrainConfig:
             "optim.beta2": o.beta2,
             "ema": self.ema,
             "objective.label_smoothing": self.objective.label_smoothing,
+            "optim.freeze": o.freeze,
         }
         for name, value in shares.items():
             if value is not None and not 0.0 <= value < 1.0:
@@ -286,6 +290,7 @@ class TrainConfig:
             "data.transform.cutmix": self.data.transform.cutmix,
             "objective.label_smoothing": self.objective.label_smoothing,
             "objective.balance": self.objective.balance,
+            "optim.freeze": self.optim.freeze,
             "optim.layer_decay": self.optim.layer_decay,
             "model.num_classes": self.model.num_classes,
             "activation_gb": self.activation_gb,

@@ -84,6 +84,8 @@ def parameter_groups(model: nn.Module, config: OptimSection) -> list[dict]:
         decay, pattern = first_match(decay_rules, name, 0.0)
         factor, factor_pattern = first_match(config.lr_patterns, name, 1.0)
         factor *= 1.0 if config.layer_decay is None else config.layer_decay ** layers_above(name, depth, beside)
+        if is_frozen(name, round(config.freeze * depth)):
+            factor = 0.0
         used |= {pattern, factor_pattern}
         if factor == 0.0:
             parameter.requires_grad_(False)
@@ -99,6 +101,12 @@ def parameter_groups(model: nn.Module, config: OptimSection) -> list[dict]:
     if not groups:
         raise ValueError("optim.lr_patterns freezes every parameter, so there is nothing to train")
     return list(groups.values())
+
+
+def is_frozen(name: str, blocks: int) -> bool:
+    """Tell if a parameter is in the first so many blocks or before them; of 0 blocks none is."""
+    match = BLOCK.match(name)
+    return int(match[1]) < blocks if match else blocks > 0 and BELOW.match(name) is not None
 
 
 def layers_above(name: str, depth: int, beside: Set[str] = frozenset()) -> int:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -78,6 +80,22 @@ def test_patterns_come_first():
     assert by_name["encoder.blocks.0.mlp.fc1.weight"]["lr"] == 0.5
     assert "embed.proj.weight" not in by_name
     assert not model.embed.proj.weight.requires_grad
+
+
+def test_freeze_leaves_the_lower_blocks_and_what_is_before_them():
+    """Half of four blocks: embedding, positions, class token and two blocks get no gradient; all above learn."""
+    beside = MoEConfig.of(num_experts=2, blocks=(1, 3), keep_mlp=True)
+    model = VisionTransformer(replace(small(pool="class", registers=2, moe=beside), depth=4))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    optimizer = make_optimizer(model, OptimSection(freeze=0.5))
+    set_learning_rate(optimizer, 0.1)
+    model(torch.randn(2, 3, *model.config.image_shape)).square().sum().backward()
+    optimizer.step()
+    lower = ("embed.", "positions.", "class_token", "registers", "encoder.blocks.0.", "encoder.blocks.1.")
+    for name, parameter in model.named_parameters():
+        assert name.startswith(lower) == (parameter.grad is None) == torch.equal(parameter, before[name]), name
 
 
 def test_a_pattern_without_parameters_is_an_error():
