@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from softmoe.cli.parse import parse
-from softmoe.evaluate.api import OneModel, OnDevice
+from softmoe.evaluate.api import OnDevice, OneModel
 from softmoe.inference.batching import Limits
 
 

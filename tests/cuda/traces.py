@@ -324,7 +324,8 @@ CASES: dict[str, Callable[[], list[str]]] = {
     **{f"prepared {w}, {p}": partial(preparing, w, p) for w in ("bfloat16", "int8") for p in ("float32", "auto")},
     "answering": answering,
     "exporting": exporting,
-    **{"waits": waits_on_purpose, "names": lambda: list(CASES)},
+    "waits": waits_on_purpose,
+    "names": lambda: list(CASES),
 }
 
 
