@@ -15,6 +15,7 @@ from PIL import Image
 
 from softmoe.data.augment import rand_augment
 from softmoe.data.decode import MAX_PIXELS, decode
+from softmoe.storage.files import EVALUATION_CROPS
 
 if TYPE_CHECKING:
     import torch
@@ -87,8 +88,7 @@ class Transform:
 
     def __init__(self, config: TransformConfig, train: bool):
         self.config, self.train = config, train
-        evaluation = {"inception": "central", "pad_crop": "resize"}
-        self.crop = config.crop if train else evaluation.get(config.crop, config.crop)
+        self.crop = config.crop if train else EVALUATION_CROPS.get(config.crop, config.crop)
 
     def __call__(self, image: np.ndarray, rng: np.random.Generator) -> torch.Tensor:
         height, width = image.shape[:2]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from softmoe.inference.prepared import prepare
 from softmoe.machine import Precision, choose_precision
 from softmoe.storage.files import write_json, write_text
-from softmoe.storage.saved import Preprocessing
+from softmoe.storage.preprocessing import Preprocessing
 
 FORMATS = ("torch-export", "onnx", "aoti")
 logger = logging.getLogger("softmoe")

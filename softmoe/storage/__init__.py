@@ -7,8 +7,9 @@ if TYPE_CHECKING:
     from softmoe.storage import hub
     from softmoe.storage.adapters import save_adapters
     from softmoe.storage.checkpoint import BrokenCheckpoint, Snapshot, read_checkpoint, write_checkpoint
+    from softmoe.storage.preprocessing import Preprocessing
     from softmoe.storage.pretrained import from_pretrained, load_saved, load_two_tower, save_pretrained, save_tensors
-    from softmoe.storage.saved import Preprocessing, SavedModel, TokenizerFile, open_saved
+    from softmoe.storage.saved import SavedModel, TokenizerFile, open_saved
     from softmoe.storage.store import CheckpointSection, CheckpointStore
 
 __all__ = [
@@ -37,7 +38,15 @@ def __getattr__(name: str) -> Any:
     if name == "hub":
         return import_module("softmoe.storage.hub")
     if name in __all__:
-        for home in ("checkpoint", "store", "saved", "adapters", "pretrained"):  # each imports those before it
+        homes = (
+            "checkpoint",
+            "store",
+            "preprocessing",
+            "saved",
+            "adapters",
+            "pretrained",
+        )  # each imports those before it
+        for home in homes:
             module = import_module(f"softmoe.storage.{home}")
             if hasattr(module, name):
                 return getattr(module, name)

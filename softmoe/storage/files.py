@@ -30,6 +30,8 @@ PARTIAL = ".partial-"
 """Names of folders that are being written begin with this; what a kill leaves of them can be removed."""
 MAX_JSON_BYTES = 16_000_000  # as Python values they may take thirty times as much
 MAX_BYTES = 64_000_000  # of any other file that is read whole: tokenizers
+EVALUATION_CROPS = {"inception": "central", "pad_crop": "resize"}
+"""The crops of evaluation that stand for those which training draws at random."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # what moves a terminal's cursor, or is no UTF-8
 _LARGEST = sys.float_info.max  # neither NaN nor infinity is a setting
 _CANNOT_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS, errno.EISDIR, errno.EACCES, errno.EPERM)

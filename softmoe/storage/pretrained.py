@@ -28,16 +28,15 @@ from softmoe.storage.files import (
     write_text,
 )
 from softmoe.storage.hub import model_card
+from softmoe.storage.preprocessing import Preprocessing, parse_preprocessing
 from softmoe.storage.saved import (
     TOKENIZER_FILES,
     Architecture,
-    Preprocessing,
     SavedModel,
     TokenizerFile,
     is_saved,
     open_saved,
     parse_architecture,
-    parse_preprocessing,
     split_architecture,
 )
 from softmoe.storage.weights import (

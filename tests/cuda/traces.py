@@ -118,7 +118,7 @@ def few_shots() -> list[str]:
     import numpy as np
 
     from softmoe.evaluate.probes import fewshot_evaluator
-    from softmoe.storage.saved import Preprocessing
+    from softmoe.storage.preprocessing import Preprocessing
 
     few = fewshot_evaluator("shapes?size=16&length=8", Preprocessing(image_size=(16, 16)))
     found = SimpleNamespace(accuracies={"data": {10: [0.0]}})
