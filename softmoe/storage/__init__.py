@@ -38,14 +38,8 @@ def __getattr__(name: str) -> Any:
     if name == "hub":
         return import_module("softmoe.storage.hub")
     if name in __all__:
-        homes = (
-            "checkpoint",
-            "store",
-            "preprocessing",
-            "saved",
-            "adapters",
-            "pretrained",
-        )  # each imports those before it
+        # each imports those before it
+        homes = ("checkpoint", "store", "preprocessing", "saved", "adapters", "pretrained")
         for home in homes:
             module = import_module(f"softmoe.storage.{home}")
             if hasattr(module, name):
