@@ -70,13 +70,14 @@ def main(argv: list[str] | None = None) -> int:
         try:
             return run(sys.argv[1:] if argv is None else argv)
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison]  # as it is where it was closed
+                sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our output (head, less) went away
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
-    except (ValueError, OSError, ModuleNotFoundError) as error:
+    except (ValueError, OSError, ImportError) as error:  # also of a torch for which there is no memory
         return fail(str(error))
     except re.error as error:
         return fail(f"{error.pattern!r} is not a pattern: {error}")

@@ -169,7 +169,7 @@ def fingerprint(*parts: str | bytes | Iterable[int]) -> str:
     """A short stable hash of what the data is: the same on every machine and at every path."""
     digest = hashlib.blake2b(digest_size=12)
     for part in parts:
-        raw = part.encode() if isinstance(part, str) else part
+        raw = part.encode(errors="surrogateescape") if isinstance(part, str) else part  # names need not be text
         data = raw if isinstance(raw, bytes) else np.asarray(list(raw), dtype="<i8").tobytes()
         digest.update(len(data).to_bytes(8, "little"))
         digest.update(data)

@@ -15,6 +15,13 @@ from softmoe import __version__
 from softmoe.cli import COMMANDS, main
 
 
+def test_no_output_at_all():
+    """A command whose output was closed does its work: there is nothing to write to, which is no mistake."""
+    command = [sys.executable, "-m", "softmoe", "--version"]
+    found = subprocess.run(["bash", "-c", '"$@" >&-', "bash", *command], stderr=subprocess.PIPE, text=True, check=False)
+    assert (found.returncode, found.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 def test_help(flag, capsys):
     """Every command is named with what it does."""

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 
 import numpy as np
 import pytest
@@ -51,6 +52,14 @@ def test_text(model, images, capsys):
     names = ["cat", "dog", "eel"]
     said = ", ".join(f"{names[c]} {v:.1%}" for v, c in zip(values.tolist(), classes.tolist(), strict=True))
     assert line == f"{images / 'a.png'}: {said}"
+
+
+def test_names_that_are_not_text(model, images, capsys):
+    """A file whose name is not UTF-8, as old archives have them, is an image like any other."""
+    odd = images / os.fsdecode(b"\xff\xfe.jpg")
+    (images / "b.jpg").rename(odd)
+    assert main(["predict", str(model), str(odd), str(images)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
 
 
 def test_folder_glob_json_and_features(model, images, tmp_path, capsys):
