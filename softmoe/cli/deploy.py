@@ -101,6 +101,8 @@ def serve_command(argv: list[str]) -> int:
     a = parse(ServeArguments, argv, "serve")
     if os.name == "nt":
         raise ValueError("softmoe serve limits what its processes may use, which needs Linux or macOS")
+    if not 0 <= a.port <= 65535:
+        raise ValueError(f"--port must be from 0 to 65535, got {a.port}")
 
     from softmoe.data.decoders import Decoders, pixel_reader
     from softmoe.evaluate import load

@@ -217,8 +217,6 @@ def build(
     if config.text.size is not None:
         data = replace(data, tokenizer=prepare_tokenizer(config, folder.path, data.train, team))
     shape = shape_of(config, data)
-    for remark in remarks(config, shape.image if isinstance(shape, TwoTowerConfig) else shape, data.train):
-        progress.report(remark)
     team.check(config, shape.image if isinstance(shape, TwoTowerConfig) else shape)
     make = partial(build_model, config, shape, device)
     model = team.spread(make, autocast, config.compile)
@@ -245,6 +243,8 @@ def build(
     if config.keep_logits_only:
         keep_logits_only(model)
     progress.report(report.summary())
+    for remark in remarks(config, shape.image if isinstance(shape, TwoTowerConfig) else shape, data.train):
+        progress.report(remark)
     objective = objective or default_objective(config, data, device)
     return Run(
         config=config,

@@ -106,7 +106,7 @@ WRONG = [
     ("predict saved empty", "the folder empty holds no images; known endings are .jpg"),
     ("predict saved 'nothing*.jpg'", "no file matches 'nothing*.jpg'"),
     ("doctor photos/ant/0.jpg", "is a file; give the folder of a saved model"),
-    ("serve saved --port 99999", "port must be 0-65535"),
+    ("serve saved --port 99999", "--port must be from 0 to 65535, got 99999"),
     ("tokenizer tran photos", "softmoe tokenizer has the commands train and show, not 'tran'"),
     ("sweep small_data lr=a,b --data photos", "--schedule.peak must be a number, got 'a'"),
     ("plan soft_b16_128e --devices 8 --memory 40", "--memory must be a size like 40GB or 80GiB, got '40'"),
