@@ -55,8 +55,8 @@ class OptimSection:
     lr_patterns: tuple[tuple[str, float], ...] = ()
     """(pattern, factor) pairs: the learning rate of the parameters whose name matches is multiplied; 0 freezes them."""
     freeze: float = 0.0
-    """The share of the blocks, from the first one up, that stay as they are, and with them all that comes before. Less
-    is computed: nothing goes backward below the first block that learns."""
+    """The share of the blocks, from the first one up, that stay as they are, and with them all that comes before; 1
+    leaves the head alone to learn. Less is computed: nothing goes backward below the first block that learns."""
     layer_decay: float | None = None
     """Layer-wise decay: the learning rate of a block over that of the block above it; None is the same for all."""
     clip_norm: float | None = 1.0
@@ -269,15 +269,15 @@ class TrainConfig:
             "optim.beta2": o.beta2,
             "ema": self.ema,
             "objective.label_smoothing": self.objective.label_smoothing,
-            "optim.freeze": o.freeze,
         }
         for name, value in shares.items():
             if value is not None and not 0.0 <= value < 1.0:
                 raise ValueError(f"{name} must be in [0, 1), got {value}")
         if o.clip_norm is not None and not (math.isfinite(o.clip_norm) and o.clip_norm > 0.0):
             raise ValueError(f"optim.clip_norm must be a finite number above 0, or None not to clip; got {o.clip_norm}")
-        if not 0.0 <= self.data.max_broken <= 1.0:
-            raise ValueError(f"data.max_broken is a share in [0, 1], got {self.data.max_broken}")
+        for name, value in {"data.max_broken": self.data.max_broken, "optim.freeze": o.freeze}.items():
+            if not 0.0 <= value <= 1.0:
+                raise ValueError(f"{name} is a share in [0, 1], got {value}")
 
     def check_text(self) -> None:
         """Raise ValueError for settings that need a text tower, or make no sense with one."""

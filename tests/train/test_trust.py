@@ -85,7 +85,7 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_exported(make_config)
         ("optim.head_decay", -1.0),
         ("optim.decay_patterns", (("head", math.nan),)),
         ("optim.lr_patterns", (("head", -1.0),)),
-        ("optim.freeze", 1.0),
+        ("optim.freeze", 1.5),
         ("optim.clip_norm", -1.0),
         ("optim.clip_norm", 0.0),
         ("optim.clip_norm", math.nan),
