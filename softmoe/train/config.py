@@ -55,8 +55,8 @@ class OptimSection:
     lr_patterns: tuple[tuple[str, float], ...] = ()
     """(pattern, factor) pairs: the learning rate of the parameters whose name matches is multiplied; 0 freezes them."""
     freeze: float = 0.0
-    """The share of the blocks, from the first one up, that stay as they are, and with them all that comes before; 1
-    leaves the head alone to learn. Less is computed: nothing goes backward below the first block that learns."""
+    """The share of the blocks, from the first one up, that stay as they are, and with them all that comes before; with
+    1 only what follows the blocks learns. Less is computed: nothing goes backward below the first one that learns."""
     layer_decay: float | None = None
     """Layer-wise decay: the learning rate of a block over that of the block above it; None is the same for all."""
     clip_norm: float | None = 1.0
