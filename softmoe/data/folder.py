@@ -228,7 +228,7 @@ def _checked_titles(titles: object, where: str) -> dict[str, str]:
 def _scan_tar(tar: Path) -> tuple[dict[str, dict[str, list]], dict[str, str], Path]:
     """Return the tree that a folder would give, with offsets; one enclosing top folder (as `tar c mydata` makes) is
     skipped."""
-    members = list(tar_members(tar))
+    members = list({member[0]: member for member in tar_members(tar)}.values())  # of one name the last, as tar does
     tops = {name.split("/", 1)[0] for name, _, _ in members}
     skip = len(tops.pop()) + 1 if len(tops) == 1 and not tops & {"train", "val"} else 0
     if skip and all(name[skip:].count("/") == 1 for name, _, _ in members):

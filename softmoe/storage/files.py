@@ -216,6 +216,15 @@ def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
+def check_path(path: Path) -> Path:
+    """Return the path of a folder for weights; ValueError for one that is not UTF-8, where safetensors reads none."""
+    try:
+        str(path.absolute()).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"weights cannot be kept in {printable(str(path))}: its name is not UTF-8") from error
+    return path
+
+
 def check_names(names: Iterable[str], where: Any) -> tuple[str, ...]:
     """Return the names of classes; ValueError for one that cannot be written into a saved model, or that would do
     something to the terminal on which it is shown."""

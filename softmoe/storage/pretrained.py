@@ -18,6 +18,7 @@ from softmoe.models.vit import VisionTransformer
 from softmoe.storage.adapters import inherited, open_base
 from softmoe.storage.files import (
     check_names,
+    check_path,
     first_line,
     flatten,
     parse_json,
@@ -104,7 +105,7 @@ def save_tensors(
     So a model larger than the memory can be written, if its tensors can be made in turn. `rest` are names that may be
     missing, because a base has them.
     """
-    target = Path(folder).expanduser()
+    target = check_path(Path(folder).expanduser())
     refuse_other_files(target)
     config, towers = split_architecture(architecture)
     if (tokenizer is None) != (towers is None):

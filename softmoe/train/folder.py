@@ -24,7 +24,7 @@ from softmoe.storage import (
     save_pretrained,
 )
 from softmoe.storage.checkpoint import STEP_NAME
-from softmoe.storage.files import flatten, read_json, write_json
+from softmoe.storage.files import check_path, flatten, read_json, write_json
 from softmoe.storage.saved import TOKENIZER_FILES, parse_architecture, split_architecture, tokenizer_of_run
 from softmoe.train.config import TrainConfig
 from softmoe.train.optim import make_schedule
@@ -107,7 +107,7 @@ class RunFolder:
     def locked(self) -> Iterator[None]:
         """Keep other processes out of the folder. The lock ends with the process, however that ends."""
         self.check_place()
-        self.path.mkdir(parents=True, exist_ok=True)
+        check_path(self.path).mkdir(parents=True, exist_ok=True)
         try:
             import fcntl
         except ImportError:  # no such locks on this system

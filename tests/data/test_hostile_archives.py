@@ -66,6 +66,19 @@ def test_names_are_bounded(tmp_path):
     refused(lambda: list(tar_members(tmp_path / "long.tar")), "long.tar", "more than 4,096 characters")
 
 
+def test_members_of_one_name(tmp_path):
+    """Of several members with one name, as `tar --append` leaves them, the last counts, as it does for tar."""
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for data in (b"old", b"newer"):
+            for split in ("train", "val"):
+                info = tarfile.TarInfo(f"{split}/x/1.jpg")
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+    source = open_source(f"folder:{tmp_path / 'a.tar'}", "train")
+    assert len(source) == 1
+    assert source._sizes.tolist() == [5]
+
+
 def test_sparse_member(tmp_path):
     """A member of 2^62 bytes with holes takes no space in the archive, and is refused."""
     path = tmp_path / "sparse.tar"

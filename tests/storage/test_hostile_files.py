@@ -14,6 +14,7 @@ from softmoe.storage import Snapshot, files, open_saved, write_checkpoint
 from softmoe.storage.checkpoint import copy_tensors
 from softmoe.storage.files import MAX_JSON_BYTES, printable, read_bytes, read_json
 from softmoe.storage.weights import HEADER_BYTES, WeightFiles
+from softmoe.train.folder import RunFolder
 from softmoe.train.log import scan_metrics
 
 pytestmark = pytest.mark.timeout(300)
@@ -47,6 +48,16 @@ def test_headers_are_bounded(saved):
     os.truncate(path, HEADER_BYTES + 100)
     restate(saved)
     refused(saved, f"its header has {HEADER_BYTES + 1:,} bytes")
+
+
+def test_a_folder_whose_name_is_not_utf8(tmp_path):
+    """Weights are not written, and no run is begun, where they could not be read again."""
+    folder = tmp_path / os.fsdecode(b"\xffmodel")
+    with pytest.raises(ValueError, match=r"cannot be kept in .*\\udcffmodel"):
+        softmoe.save_pretrained(tiny(), folder)
+    with pytest.raises(ValueError, match="not UTF-8"), RunFolder(folder).locked():
+        pass
+    assert not folder.exists()
 
 
 def test_a_tensor_that_is_there_twice(saved):
