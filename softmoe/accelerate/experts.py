@@ -41,10 +41,8 @@ except ImportError:  # that technique was taken away
         pass
 
 
-MAX_ROWS = 16
-"""With more rows, torch's gradient of the weights is the faster one."""
-MAX_ROWS_FORWARD = 64
-"""With more rows, torch's products with the weights are as fast."""
+MAX_ROWS = 512
+"""Measured up to here; with more, few experts may not occupy all threads."""
 LARGE = 1 << 25
 """Bytes of all weights; smaller ones may stay in a cache."""
 
@@ -86,7 +84,7 @@ class CompiledExperts(Experts):
 @torch.library.custom_op("softmoe::batched_linear", mutates_args=(), device_types="cpu")
 def batched_linear(x_NSI: Tensor, w: Tensor, b_NO: Tensor, transposed: bool) -> Tensor:
     """x w + b, (N, S, O)."""
-    if kernel_supports(x_NSI, w, b_NO, rows=MAX_ROWS_FORWARD):
+    if kernel_supports(x_NSI, w, b_NO):
         return matmul_t(x_NSI, w, b_NO) if transposed else matmul(x_NSI, w, b_NO)
     return torch.baddbmm(b_NO.unsqueeze(1), x_NSI, w.transpose(1, 2) if transposed else w)
 
@@ -105,7 +103,7 @@ def _backward(ctx: Any, dy_NSO: Tensor) -> tuple[Tensor | None, ...]:
     x_NSI, w = ctx.saved_tensors
     needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
     plain = backward_is_plain(dy_NSO)  # a gradient that may itself be derived is not written into used memory
-    compiled = not plain and kernel_supports(x_NSI, w, dy_NSO, rows=MAX_ROWS_FORWARD)
+    compiled = not plain and kernel_supports(x_NSI, w, dy_NSO)
     dy_NSO = dy_NSO.contiguous() if compiled else dy_NSO
     left, right = (dy_NSO, x_NSI) if ctx.transposed else (x_NSI, dy_NSO)
     dx_NSI = dw = None
@@ -115,7 +113,7 @@ def _backward(ctx: Any, dy_NSO: Tensor) -> tuple[Tensor | None, ...]:
         else:
             dx_NSI = torch.bmm(dy_NSO, w if ctx.transposed else w.transpose(1, 2))
     if needs_w:
-        if compiled and x_NSI.shape[1] <= MAX_ROWS:
+        if compiled:
             dw = acquire(w)
             remember_squares(w, dw, outer(left, right, dw))
         else:
@@ -126,10 +124,10 @@ def _backward(ctx: Any, dy_NSO: Tensor) -> tuple[Tensor | None, ...]:
 batched_linear.register_autograd(_backward, setup_context=_save)
 
 
-def kernel_supports(x_NSK: Tensor, w: Tensor, *others: Tensor, rows: int = MAX_ROWS) -> bool:
-    """True for plain float32 tensors on a CPU, at most so many rows, large weights."""
+def kernel_supports(x_NSK: Tensor, w: Tensor, *others: Tensor) -> bool:
+    """True for plain float32 tensors on a CPU, at most MAX_ROWS rows, large weights."""
     return (
-        x_NSK.shape[1] <= rows
+        x_NSK.shape[1] <= MAX_ROWS
         and w.nbytes >= LARGE
         and w.shape[2] % LANES == 0
         and plain_float32(x_NSK, w, *others)

@@ -18,30 +18,11 @@
 
 namespace {
 
-constexpr int ROWS = REGISTERS == 32 ? 8 : 4, WIDE = 3, LONG = 6;
+constexpr int ROWS = REGISTERS == 32 ? 8 : 4, WIDE = 3;
 constexpr int FEW = 8, HELD = REGISTERS / 4;  // rows of y, and lines of w in registers, in `matmul`
 constexpr int64_t LINES = 32;  // of w, that are read together: they stay in the second cache
 constexpr int64_t SPAN = 512;  // numbers of a line that are written together: the rows' parts stay in the first cache
-constexpr int64_t SPAN_OF_MORE = 6144;  // numbers of all rows together, if there are more than ROWS
-
-// Past the caches: a gradient is next read when they have long forgotten it.
-inline void store_far(float* p, Floats values) {
-#if defined(__AVX512F__)
-    _mm512_stream_ps(p, (__m512)values);
-#elif defined(__AVX__)
-    _mm256_stream_ps(p, (__m256)values);
-#elif defined(__x86_64__)
-    _mm_stream_ps(p, (__m128)values);
-#else
-    store(p, values);
-#endif
-}
-
-inline void end_of_far_stores() {
-#if defined(__x86_64__)
-    _mm_sfence();
-#endif
-}
+constexpr int64_t SPAN_OF_ALL = 1 << 16;  // numbers of all rows together, if there are more than FEW: in the second cache
 
 // R rows of y take L lines of w, which are read from left to right as they lie in memory; the lines `ahead` are fetched.
 template <int R, int L, int V>
@@ -138,50 +119,6 @@ double outer_of(const float* a, const float* b, float* w, int64_t, int64_t P, in
     return squares;
 }
 
-// The same for more rows than have their factors in registers: J lines, V vectors of each, whole cache lines. Rows of b
-// have `length` numbers here: laid close together, since rows a multiple of 2048 bytes apart push each other out of a
-// cache.
-template <int J, int V>
-inline void outer_block(const float* a, const float* b, float* w, int64_t S, int64_t P, int64_t Q, int64_t length,
-                        Floats* squares) {
-    Floats sums[J][V] = {};
-    for (int64_t s = 0; s < S; s++) {
-        Floats row[V];
-        for (int v = 0; v < V; v++) row[v] = load(b + s * length + v * LANES);
-        for (int j = 0; j < J; j++) {
-            const Floats factor = same(a[s * P + j]);
-            for (int v = 0; v < V; v++) sums[j][v] += row[v] * factor;
-        }
-    }
-    for (int j = 0; j < J; j++)
-        for (int v = 0; v < V; v++) {
-            squares[j] += sums[j][v] * sums[j][v];
-            store_far(w + j * Q + v * LANES, sums[j][v]);
-        }
-}
-
-template <int J>
-double outer_lines(const float* a, const float* b, float* w, int64_t S, int64_t P, int64_t Q, int64_t length) {
-    Floats squares[J] = {};
-    int64_t q = 0;
-    for (; q + LONG * LANES <= length; q += LONG * LANES) outer_block<J, LONG>(a, b + q, w + q, S, P, Q, length, squares);
-    for (; q < length; q += LANES) outer_block<J, 1>(a, b + q, w + q, S, P, Q, length, squares);
-    double total = 0;
-    for (const Floats& part : squares) total += sum(part);
-    return total;
-}
-
-double outer_more(const float* a, const float* b, float* w, int64_t S, int64_t P, int64_t Q, int64_t length) {
-    thread_local std::vector<float> rows;
-    rows.resize(S * length);
-    for (int64_t s = 0; s < S; s++) std::memcpy(&rows[s * length], b + s * Q, length * sizeof(float));
-    double squares = 0;
-    int64_t p = 0;
-    for (; p + 2 <= P; p += 2) squares += outer_lines<2>(a + p, rows.data(), w + p * Q, S, P, Q, length);
-    for (; p < P; p++) squares += outer_lines<1>(a + p, rows.data(), w + p * Q, S, P, Q, length);
-    return squares;
-}
-
 constexpr decltype(&outer_of<1>) OUTER[] = {outer_of<1>, outer_of<2>, outer_of<3>, outer_of<4>,
                                             outer_of<5>, outer_of<6>, outer_of<7>, outer_of<8>};
 
@@ -229,7 +166,7 @@ extern "C" void matmul_t(const float* x, const float* w, const float* bias, floa
 // Returns the sum of the squares of w, added up in one order whatever the threads do.
 extern "C" double outer(const float* a, const float* b, float* w, int64_t N, int64_t S, int64_t P, int64_t Q,
                         int threads) {
-    const int64_t span = S <= ROWS ? SPAN : SPAN_OF_MORE / S / 64 * 64 + 64, spans = (Q + span - 1) / span;
+    const int64_t span = S <= FEW ? SPAN : parts(SPAN_OF_ALL / 64, S) * 64, spans = (Q + span - 1) / span;
     std::vector<double> squares(N * spans);
 #pragma omp parallel num_threads(threads)
     {
@@ -237,7 +174,7 @@ extern "C" double outer(const float* a, const float* b, float* w, int64_t N, int
         for (int64_t n = 0; n < N; n++) {
             for (int64_t k = 0; k < spans; k++) {
                 const int64_t first = k * span, length = least(span, Q - first);
-                const auto product = S <= ROWS ? OUTER[S - 1] : outer_more;
+                const auto product = S <= FEW ? OUTER[S - 1] : outer_tiles;
                 squares[n * spans + k] =
                     product(a + n * S * P, b + n * S * Q + first, w + n * P * Q + first, S, P, Q, length);
             }

@@ -1,20 +1,23 @@
 // Products of stacked matrices with many rows, by tiles whose sums stay in registers.
 //
-// Letters and layouts are those of experts.cpp. One factor of a tile is read as it lies in memory, a number at a time; the
-// other, a panel of COLUMNS numbers a step, is first laid close together: lines a multiple of 2048 bytes apart push each
-// other out of the caches. While a tile is computed, weights that later ones need are fetched, a line every few steps.
+// Letters and layouts are those of experts.cpp. One factor of a tile is read a number at a time, as it lies in memory where
+// its lines go along with the steps; the other, a panel of COLUMNS numbers a step, is first laid close together: lines a
+// multiple of 2048 bytes apart push each other out of the caches. While a tile is computed, weights that later ones need
+// are fetched, a line every few steps.
 #pragma once
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 #include <vector>
 
 #include "vectors.h"
 
-constexpr int TALL = REGISTERS == 32 ? 12 : 6, COLUMNS = 2 * LANES;  // of a tile
+// Of a tile. With twelve lines, for which wider processors have registers too, there are more addresses than these have.
+constexpr int TALL = 6, COLUMNS = 2 * LANES;
 constexpr int64_t LINE = 16;  // numbers in a line of the cache
 constexpr int64_t RUN = 256;  // numbers side by side that are fetched one after the other
 constexpr int64_t DEPTH = 192, DEPTH_T = 256;  // steps of a tile: its panel stays in the first cache
-constexpr int64_t EVERY = 4;  // steps between two fetched lines
+constexpr int64_t EVERY = 32 / COLUMNS;  // steps between two fetched lines: no more than one is needed in them
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -26,11 +29,12 @@ struct Ahead {
     int64_t stride, rate, at;
 };
 
-// sums = the product of R lines of `a`, `stride` apart, and V vectors of `b`, COLUMNS apart; or, if PACK,
-// `far` apart, with a copy left in `packed`.
+// sums = the product of R lines of `a`, whose numbers are `stride` apart from line to line and `step` from step to step,
+// and V vectors of `b`, COLUMNS apart; or, if PACK, `far` apart, with a copy left in `packed`.
 template <int R, int V, bool PACK>
-inline void multiply(Floats (&sums)[R][V], const float* __restrict a, int64_t stride, const float* __restrict b,
-                     int64_t depth, Ahead* ahead, int64_t far = 0, float* __restrict packed = nullptr) {
+inline void multiply(Floats (&sums)[R][V], const float* __restrict a, int64_t stride, int64_t step,
+                     const float* __restrict b, int64_t depth, Ahead* ahead, int64_t far = 0,
+                     float* __restrict packed = nullptr) {
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++) sums[r][v] = Floats{};
     uint64_t at = ahead->at;
@@ -45,7 +49,7 @@ inline void multiply(Floats (&sums)[R][V], const float* __restrict a, int64_t st
         if (PACK)
             for (int v = 0; v < V; v++) store(packed + k * COLUMNS + v * LANES, line[v]);
         for (int r = 0; r < R; r++) {
-            const Floats factor = same(a[r * stride + k]);
+            const Floats factor = same(a[r * stride + k * step]);
             for (int v = 0; v < V; v++) sums[r][v] += factor * line[v];
         }
         b += PACK ? far : COLUMNS;
@@ -69,8 +73,8 @@ template <int R, int V>
 __attribute__((noinline)) void matmul_part(const float* x, int64_t P, const float* w, float* packed, const float* start,
                                            int64_t start_stride, float* y, int64_t Q, int64_t depth, Ahead* ahead) {
     Floats sums[R][V];
-    if (w) multiply<R, V, true>(sums, x, P, w, depth, ahead, Q, packed);
-    else multiply<R, V, false>(sums, x, P, packed, depth, ahead);
+    if (w) multiply<R, V, true>(sums, x, P, 1, w, depth, ahead, Q, packed);
+    else multiply<R, V, false>(sums, x, P, 1, packed, depth, ahead);
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++) {
             const Floats before = start ? load(start + r * start_stride + v * LANES) : Floats{};
@@ -126,7 +130,7 @@ template <int R, int V>
 __attribute__((noinline)) void matmul_t_part(const float* w, int64_t Q, const float* panel, float* sums_before, bool first,
                                              int64_t depth, Ahead* ahead) {
     Floats sums[R][V];
-    multiply<R, V, false>(sums, w, Q, panel, depth, ahead);
+    multiply<R, V, false>(sums, w, Q, 1, panel, depth, ahead);
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++) {
             float* place = sums_before + r * COLUMNS + v * LANES;
@@ -161,4 +165,46 @@ inline void matmul_t_tiles(const float* x, const float* w, const float* bias, fl
             const float* column = &sums[(t * panels * COLUMNS + panel) * TALL + s - panel];
             for (int64_t p = top; p < bottom; p++) y[s * P + p] = column[(p - top) * COLUMNS] + (bias ? bias[p] : 0.0f);
         }
+}
+
+// R lines of w from their S factors each, (S, TALL) at `a`, and the rows of b, which are `b` as they lie, or null where
+// `packed` has them. Adds the squares of what it writes.
+template <int R, int V>
+__attribute__((noinline)) void outer_part(const float* a, const float* b, float* packed, float* w, int64_t S, int64_t Q,
+                                          Floats* squares) {
+    Floats sums[R][V];
+    Ahead none{a, 0, 0, 0};
+    if (b) multiply<R, V, true>(sums, a, 1, TALL, b, S, &none, Q, packed);
+    else multiply<R, V, false>(sums, a, 1, TALL, packed, S, &none);
+    Floats added[V] = {};  // in registers, and in V chains: each link waits for the one before
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) {
+            added[v] += sums[r][v] * sums[r][v];
+            store_far(w + r * Q + v * LANES, sums[r][v]);
+        }
+    for (int v = 0; v < V; v++) *squares += added[v];
+}
+
+// The first `length` columns of one expert's w = a^T b, line after line: stores that jump from page to page are slow.
+// Returns the sum of their squares.
+inline double outer_tiles(const float* a, const float* b, float* w, int64_t S, int64_t P, int64_t Q, int64_t length) {
+    const int64_t tiles = parts(P, TALL);
+    thread_local std::vector<float> factors, packed;
+    factors.resize(S * TALL);
+    packed.resize(S * parts(length, COLUMNS) * COLUMNS);
+    double total = 0;
+    for (int64_t t = 0; t < tiles; t++) {
+        const int64_t top = t * P / tiles, lines = (t + 1) * P / tiles - top;
+        for (int64_t s = 0; s < S; s++) {
+            if (lines == TALL) std::memcpy(&factors[s * TALL], a + s * P + top, sizeof(float) * TALL);  // inlined
+            else std::memcpy(&factors[s * TALL], a + s * P + top, sizeof(float) * lines);
+        }
+        Floats squares = {};
+        for (int64_t q = 0; q < length; q += COLUMNS)
+            with_size(lines, length - q, [&](auto r, auto v) {
+                outer_part<r, v>(factors.data(), t ? nullptr : b + q, &packed[q * S], w + top * Q + q, S, Q, &squares);
+            });
+        total += sum(squares);
+    }
+    return total;
 }

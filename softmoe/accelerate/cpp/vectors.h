@@ -27,6 +27,25 @@ inline Floats load(const float* p) { return *reinterpret_cast<const Anywhere*>(p
 
 inline void store(float* p, Floats values) { *reinterpret_cast<Anywhere*>(p) = values; }
 
+// Past the caches: a gradient is next read when they have long forgotten it.
+inline void store_far(float* p, Floats values) {
+#if defined(__AVX512F__)
+    _mm512_stream_ps(p, (__m512)values);
+#elif defined(__AVX__)
+    _mm256_stream_ps(p, (__m256)values);
+#elif defined(__x86_64__)
+    _mm_stream_ps(p, (__m128)values);
+#else
+    store(p, values);
+#endif
+}
+
+inline void end_of_far_stores() {
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
+}
+
 inline Floats same(float value) { return value - Floats{}; }  // one load: adding zero would not be (-0 + 0 is 0)
 
 inline float sum(Floats values) {
