@@ -30,6 +30,13 @@ class CompiledGELU(nn.GELU):
             return gelu(input)
         return super().forward(input)
 
+    def in_place(self, x: Tensor) -> Tensor:
+        """GELU of a tensor that nobody else has and nothing is derived by: new memory costs more than the numbers."""
+        if self.approximate == "tanh" and kernel_applies(x) and KERNEL.available:
+            call(KERNEL.library.gelu, x, x, x.numel())
+            return x
+        return self(x)
+
 
 @torch.library.custom_op("softmoe::gelu", mutates_args=(), device_types="cpu")
 def gelu(x: Tensor) -> Tensor:

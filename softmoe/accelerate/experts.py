@@ -24,6 +24,7 @@ from softmoe.accelerate.guards import (
     Off,
     backward_is_plain,
     exchange,
+    has_no_hooks,
     no_tangents,
     no_tracing_or_transforms,
     plain_float32,
@@ -62,10 +63,17 @@ class CompiledExperts(Experts):
         if not self._applies(x_NSD):
             return super().forward(x_NSD)
         x_NSD = x_NSD.contiguous()  # once, for both passes
-        active_NSH = self.gelu(batched_linear(x_NSD, self.w1, self.b1, False))
+        active_NSH = self._activate(batched_linear(x_NSD, self.w1, self.b1, False))
         active_NSH = F.dropout(active_NSH, self.dropout, self.training)
         y_NSD = batched_linear(active_NSH, self.w2, self.b2, True)
         return F.dropout(y_NSD, self.dropout, self.training)
+
+    def _activate(self, hidden_NSH: Tensor) -> Tensor:
+        """GELU, without gradients in the memory of the product: fresh pages took 20 ms of 100 at 4,096 rows."""
+        in_place = getattr(self.gelu, "in_place", None)
+        if in_place is None or torch.is_grad_enabled() or not has_no_hooks(self.gelu, nn.GELU):
+            return self.gelu(hidden_NSH)
+        return in_place(hidden_NSH)
 
     def _applies(self, x_NSD: Tensor) -> bool:
         """True for float32 rows of the right shape on a CPU that nobody traces or transforms."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transforms import TRANSFORMS
 
-from softmoe.accelerate import apply, buffers
+from softmoe.accelerate import apply, buffers, guards
 from softmoe.accelerate import experts as module
 from softmoe.accelerate.experts import KERNEL, batched_linear
 from softmoe.moe import Experts
@@ -102,6 +102,26 @@ def test_a_layer_trains_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
     for one, other in zip(gradients(), plain, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
     assert len(calls) == 5  # the rows themselves need no gradient
+
+
+@needs_compiler
+@pytest.mark.parametrize("hooked", [False, True])
+def test_evaluation_is_the_plain_layers(hooked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without gradients the GELU writes over the first product, which nobody else has; a hook on it sees both."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(module, "LARGE", 0)
+    monkeypatch.setattr(guards, "LARGE", 0)
+    experts = Experts(24, 64, 6)
+    exact = copy.deepcopy(experts).double()
+    apply(experts)
+    x = torch.randn(6, 65, 24)
+    before, seen = x.clone(), []
+    if hooked:
+        experts.gelu.register_forward_hook(lambda _, inputs, output: seen.append((inputs[0], output)))
+    with torch.no_grad():
+        torch.testing.assert_close(experts(x).double(), exact(x.double()), rtol=1e-5, atol=1e-5)
+    assert torch.equal(x, before)
+    assert [a.data_ptr() != b.data_ptr() for a, b in seen] == [True] * hooked
 
 
 @needs_compiler
