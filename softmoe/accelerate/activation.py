@@ -31,7 +31,7 @@ class CompiledGELU(nn.GELU):
         return super().forward(input)
 
     def in_place(self, x: Tensor) -> Tensor:
-        """GELU of a tensor that nobody else has and nothing is derived by: new memory costs more than the numbers."""
+        """GELU of a tensor that nobody else has and nothing is derived by, written over it."""
         if self.approximate == "tanh" and kernel_applies(x) and KERNEL.available:
             call(KERNEL.library.gelu, x, x, x.numel())
             return x

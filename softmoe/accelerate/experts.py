@@ -69,7 +69,7 @@ class CompiledExperts(Experts):
         return F.dropout(y_NSD, self.dropout, self.training)
 
     def _activate(self, hidden_NSH: Tensor) -> Tensor:
-        """GELU, without gradients in the memory of the product: fresh pages took 20 ms of 100 at 4,096 rows."""
+        """GELU, without gradients in the memory of the product: 3.2 ms for 6.4 with fresh pages at 4,096 rows."""
         in_place = getattr(self.gelu, "in_place", None)
         if in_place is None or torch.is_grad_enabled() or not has_no_hooks(self.gelu, nn.GELU):
             return self.gelu(hidden_NSH)
