@@ -25,7 +25,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     BUILDER: {"machine", WRITER},
     "data": {"machine", BUILDER, WRITER},
     "storage": {"moe", "models", "machine", "__version__"},
-    **dict.fromkeys(("accelerate", "budget", "inference", "convert"), MIDDLE),
+    **dict.fromkeys(("accelerate", "budget", "convert"), MIDDLE),
+    "inference": MIDDLE | {"accelerate"},  # what prepare does not replace is accelerated
     "parallel": MIDDLE | {"budget.plan"},  # it makes the layouts that are planned there
     **dict.fromkeys(("train", "evaluate", "inspection"), UPPER),
     "transfer": UPPER | {"train"},

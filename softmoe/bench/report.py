@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-import softmoe
 from softmoe import __version__
 from softmoe.accelerate import fastest
 from softmoe.bench.cases import Row
@@ -173,13 +172,13 @@ def driver() -> str:
 def lines_of(error: BaseException) -> str:
     """Return the last lines of this package that an error came through, and the one that raised it."""
     frames = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
-    ours = [frame for frame in frames[:-1] if frame.startswith(str(Path(softmoe.__file__).parent))]
+    ours = [frame for frame in frames[:-1] if frame.startswith(str(Path(__file__).parents[1]))]
     return " > ".join([*ours[-2:], *frames[-1:]])
 
 
 def without_user(text: str) -> str:
     """Return a text without the folders of this machine, which may have the name of its user."""
-    folders = {f"{Path(softmoe.__file__).parents[1]}/": "", sys.prefix: "python", tempfile.gettempdir(): "tmp"}
+    folders = {f"{Path(__file__).parents[2]}/": "", sys.prefix: "python", tempfile.gettempdir(): "tmp"}
     folders[str(Path.home())] = "~"
     for folder in sorted(folders, key=len, reverse=True):
         text = text.replace(folder, folders[folder])

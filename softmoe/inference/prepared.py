@@ -1,8 +1,8 @@
 """Turn a trained model into a faster one for inference only.
 
 Soft routers are replaced by ones with normalized slot vectors, experts by packed ones, dropout by nothing; the rest is
-copied. The experts of every MoE layer are compared with the original's on random rows, so that a layer that would be
-wrong is refused when the model is prepared.
+copied and gets the accelerations of this processor. The experts of every MoE layer are compared with the original's on
+random rows, so that a layer that would be wrong is refused when the model is prepared.
 
 A model larger than the memory stays in its file. The weights of a loaded model are mapped from the file: pages are read
 when a product first touches them, and the system may drop them at any time, since they are never written to. It need
@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from softmoe import accelerate
 from softmoe.accelerate.guards import is_exactly, plain_class
 from softmoe.inference.layers import KERNEL, WEIGHTS, ByteDense, PreparedExperts, PreparedSoftRouter, Weights
 from softmoe.models import VisionTransformer
@@ -71,6 +72,8 @@ def prepare(model: Model, weights: Weights = "float32", *, copy_weights: bool = 
     for module in made.modules():
         if isinstance(module, Experts):
             module.dropout = 0.0
+    if all(tensor.device.type == "cpu" for tensor in _tensors(made)):
+        accelerate.apply(made)  # what is left of torch's own: GELU (half of its time), attention, linear layers
     return made.requires_grad_(False).eval() if copy_weights else made.eval()
 
 

@@ -7,6 +7,7 @@ import torch
 from saved_models import tiny
 from torch import nn
 
+from softmoe.accelerate.activation import KERNEL, CompiledGELU
 from softmoe.inference import layers, prepare
 from softmoe.inference.layers import PreparedExperts, PreparedSoftRouter, round_to
 from softmoe.moe import Experts, MoE, SoftMoE, SoftRouter
@@ -88,6 +89,14 @@ def test_folded_router(normalize):
     ours, plain = PreparedSoftRouter(router)(x, mask), router(x, mask)
     torch.testing.assert_close(ours.dispatch_weights, plain.dispatch_weights, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(ours.combine_weights, plain.combine_weights, rtol=1e-12, atol=1e-14)
+
+
+def test_the_rest_is_accelerated():
+    """What prepare does not replace, such as the GELU between two products, is the fast form of this processor."""
+    if KERNEL.why_not():
+        pytest.skip("no compiled GELU here")
+    prepared = prepare(SoftMoE(32, 4).eval())
+    assert [type(m) for m in prepared.modules() if isinstance(m, nn.GELU)] == [CompiledGELU]
 
 
 def test_inside_another_model():
