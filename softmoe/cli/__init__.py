@@ -85,6 +85,8 @@ def main(argv: list[str] | None = None) -> int:
         return fail("something in the input is nested too deeply")
     except MemoryError:
         return fail("there is not enough memory for this")
+    except OverflowError:
+        return fail("one of the numbers is too large")
     except RuntimeError as error:
         if type(error).__name__ == "OutOfMemoryError":  # torch's, of a GPU
             return fail(f"{'. '.join(str(error).split('. ')[:3])}. {LESS_MEMORY}")

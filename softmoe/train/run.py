@@ -87,8 +87,12 @@ class TrainState:
             raise ValueError("state.json: its progress is none of a training run")
         for name, value in said.items():
             whole = isinstance(value, bool) == (kinds[name] is bool)  # True is an int for Python
-            if not isinstance(value, kinds[name]) or not whole:
-                raise ValueError(f"state.json: progress.{name} cannot be {value!r}")
+            odd = (isinstance(value, int) and value < 0) or (isinstance(value, float) and not math.isfinite(value))
+            if not isinstance(value, kinds[name]) or not whole or odd:
+                raise ValueError(f"state.json: progress.{name} cannot be {value!r:.100}")
+        best = said.get("best")
+        if best is not None and (type(best.get("step")), type(best.get("value"))) not in ((int, float), (int, int)):
+            raise ValueError("state.json: progress.best has no step and value")
         return cls(**said)
 
 

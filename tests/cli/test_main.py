@@ -153,11 +153,13 @@ def test_mistakes_in_a_recipe(text, words, tmp_path, capsys):
             ),
             "Tried to allocate 2 GiB. GPU 0 has 3 GiB of which 1 is free. Take fewer images",
         ),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "failed to map segment"),
+        (OverflowError("integer division result too large for a float"), "too large"),
         (RuntimeError("Could not determine home directory."), "home directory"),
     ],
 )
 def test_errors_of_libraries_that_are_users_mistakes(error, words, monkeypatch, capsys):
-    """Bad patterns, deep nesting, too little memory and ~nobody end in one line too."""
+    """Bad patterns, deep nesting, too little memory, endless numbers and ~nobody end in one line too."""
 
     def fails(argv: list[str]) -> int:
         raise error

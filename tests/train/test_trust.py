@@ -232,6 +232,11 @@ def test_what_is_printed_is_of_what_was_exported(tmp_path: Path, monkeypatch, ca
         {"evaluating": 1},
         {"best": 7},
         {"skipped": 1.5},
+        {"skipped": -5},
+        {"loss_sum": math.nan},
+        {"device_seconds": math.inf},
+        {"best": {"step": "x"}},
+        {"best": {"step": 1}},
     ],
     ids=str,
 )
@@ -239,5 +244,5 @@ def test_progress_of_the_wrong_kind_is_refused(said: Any):
     """A checkpoint's progress holds what a run counts, each in its own kind, or it is not used at all."""
     with pytest.raises(ValueError, match=r"state\.json"):
         TrainState.read(said)
-    good = TrainState(step=3, loss_sum=2.5, best={"step": 1})
+    good = TrainState(step=3, loss_sum=2.5, best={"step": 1, "value": 0.5})
     assert TrainState.read(vars(good)) == good
