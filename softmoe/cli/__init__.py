@@ -1,11 +1,14 @@
 """The command line: `softmoe COMMAND ...`. Each command parses, calls one function and prints."""
 
+import _thread
 import difflib
 import io
 import os
 import re
 import sys
+import threading
 from importlib import import_module
+from typing import Any
 
 GROUPS = {
     "Start here": {
@@ -66,6 +69,8 @@ def main(argv: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of files need not be text
+    if argv is None:
+        sys.unraisablehook = interrupt_again
     try:
         try:
             return run(sys.argv[1:] if argv is None else argv)
@@ -115,6 +120,14 @@ def run(argv: list[str]) -> int:
         return fail(f"unknown command {name!r}{hint}")
     file = next(file for file, commands in FILES.items() if name in commands)
     return getattr(import_module(f"softmoe.cli.{file}"), f"{name}_command")(rest)
+
+
+def interrupt_again(lost: Any) -> None:
+    """Repeat a Ctrl-C a moment later that came where Python can only print it: within a callback of an import."""
+    if issubclass(lost.exc_type, KeyboardInterrupt):
+        threading.Timer(0.1, _thread.interrupt_main).start()
+    else:
+        sys.__unraisablehook__(lost)
 
 
 def fail(message: str) -> int:

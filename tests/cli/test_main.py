@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import softmoe
-from softmoe import __version__
+from softmoe import __version__, cli
 from softmoe.cli import COMMANDS, main
 
 
@@ -95,6 +96,13 @@ def test_interrupt(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "softmoe.cli.cost", types.SimpleNamespace(cost_command=stopped))
     assert main(["cost"]) == 130
+
+
+def test_an_interrupt_that_was_lost():
+    """Ctrl-C that Python could only print, as within a callback of an import, comes again and ends the command."""
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        cli.interrupt_again(types.SimpleNamespace(exc_type=KeyboardInterrupt))
+        time.sleep(60)
 
 
 def test_as_a_module():
