@@ -13,7 +13,6 @@ of the image, so the same slots work at any image size. The centers start on an 
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +33,7 @@ class PlacedConfig(SoftConfig, name="placed"):
 
 
 class PlacedRouter(SoftRouter):
-    """A Soft router whose slots prefer places. PlacedConfig describes the options; `soft` are those of SoftRouter.
+    """A Soft router whose slots prefer places. PlacedConfig describes the options.
 
     `grid` is (rows, columns): the last rows * columns tokens are the cells of an image, row by row. Tokens before them,
     such as a class token, have no place. Without a grid no token has one, and the router is the plain Soft router.
@@ -48,10 +47,14 @@ class PlacedRouter(SoftRouter):
         num_experts: int,
         slots_per_expert: int = 1,
         *,
+        normalize: bool = True,
+        noise_std: float = 0.0,
+        scale_init: float = 1.0,
         place_init: float = 4.0,
-        **soft: Any,
     ):
-        super().__init__(dim, num_experts, slots_per_expert, **soft)
+        super().__init__(
+            dim, num_experts, slots_per_expert, normalize=normalize, noise_std=noise_std, scale_init=scale_init
+        )
         self.place = Place(num_experts, slots_per_expert, place_init)
 
     def forward(self, x_BMD: Tensor, mask: Tensor | None = None, grid: Grid | None = None) -> DenseRouting:

@@ -1,5 +1,5 @@
 import json
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Literal
 
 import pytest
@@ -7,7 +7,7 @@ import pytest
 from softmoe.models import MoEConfig, ViTConfig, model_config
 from softmoe.models.config import router_options
 from softmoe.moe import RouterConfig
-from softmoe.storage.files import flatten, from_dict, to_dict
+from softmoe.storage.files import flatten, from_dict
 from softmoe.train import ModelSection, TrainConfig
 
 
@@ -29,7 +29,7 @@ class Outer:
 def test_round_trip_through_json():
     """A configuration written as JSON comes back equal, tuples as tuples."""
     outer = Outer(0.5, "x", True, Inner((2, 3), "b", (("w", 1.0),)))
-    assert from_dict(Outer, json.loads(json.dumps(to_dict(outer)))) == outer
+    assert from_dict(Outer, json.loads(json.dumps(asdict(outer)))) == outer
     config = TrainConfig(model=ModelSection(blocks=(1, 2)), ema=0.99)
     assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 

@@ -116,7 +116,7 @@ def test_help(capsys: pytest.CaptureFixture):
 def test_what_goes_wrong_outside(error: Exception, words: str, monkeypatch, tmp_path: Path, capsys):
     """A killed worker and too little memory end in a sentence too."""
 
-    def fail(config):
+    def fail(config, **_):
         raise error
 
     monkeypatch.setattr("softmoe.train.train", fail)
@@ -128,6 +128,6 @@ def test_what_goes_wrong_outside(error: Exception, words: str, monkeypatch, tmp_
 def test_exit_codes_of_stopped_runs(number: int, code: int, monkeypatch, tmp_path: Path, capsys):
     """As shells have it, 128 + the signal, with the command that continues."""
     result = Result(RunFolder(tmp_path / "x"), 5, {}, number)
-    monkeypatch.setattr("softmoe.train.train", lambda config: result)
+    monkeypatch.setattr("softmoe.train.train", lambda config, **_: result)
     assert run(tmp_path) == code
     assert f"to continue: softmoe train {tmp_path / 'x'}" in capsys.readouterr().out
