@@ -17,7 +17,7 @@ Time: three times the forward FLOPs per image, see `--dry-run`; with --adapters 
 Measured: Flowers-102 at 112 pixels from a ViT-Ti/16 (AugReg), batches of 32, by a script with these settings: 89.4 % of
 the validation images in 100 steps, at twice the rate 87.0 % in 60, with --adapters 85.3 % in 120 (104, 62 and 70 s of
 one shared core of an AMD EPYC, 2026-11-17, one seed); of the test images 82.9 % in 60 steps at 3e-3, and 84.9 % in 92
-at 2e-3 with --freeze 0.5, in the same time (in a second comparison 82.0 and 84.1 %). With SGD, Imagenette at 96 pixels,
+at 2e-3 with --freeze 0.5, in the same time (three seeds: 1.9 ± 1.6 points). With SGD, Imagenette at 96 pixels,
 300 steps of 64, from models of Tiny-ImageNet at 64: 54.7 % Soft MoE, 51.1 % dense. Not run on ImageNet.
 """
 
