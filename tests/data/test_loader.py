@@ -3,9 +3,6 @@
 import logging
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 from dataclasses import dataclass
 from itertools import islice
 
@@ -23,7 +20,6 @@ from softmoe.data import (
     evaluation_batches,
     open_source,
 )
-from softmoe.data.loader import needs_script
 from softmoe.evaluate.inputs import Relabeled, Subset
 
 SMALL = TransformConfig(32, "pad_crop")
@@ -275,89 +271,6 @@ def test_mistakes():
         Loader(type("None_", (Few,), {"__len__": lambda self: 0})(), PLAIN, 2)
     with pytest.raises(ValueError, match="set both to 0"):
         Loader(Few(classes=()), Transform(TransformConfig(8, mixup=0.1), True), 2)
-
-
-SCRIPT = """
-    import os, signal, sys, time
-    from softmoe.data import Loader, Transform, TransformConfig, WorkerDied, open_source
-
-    def main():
-        source = open_source("shapes", "train")
-        stream = Loader(source, Transform(TransformConfig(32, "pad_crop"), True), 8, workers=2).batches()
-        next(stream), next(stream)  # one of each worker
-        try:
-            print("ready", flush=True)
-            while True:
-                next(stream)
-        except KeyboardInterrupt:
-            print("interrupted", flush=True)
-            stream.close()
-
-    if __name__ == "__main__":
-        main()
-"""
-
-
-UNGUARDED = """
-    from softmoe.data import Loader, Transform, TransformConfig, open_source
-
-    print("begun")
-    transform = Transform(TransformConfig(32, "pad_crop"), True)
-    batches = Loader(open_source("shapes?size=32", "train"), transform, 4, workers=1).batches()
-    print(tuple(next(batches).images.shape))
-"""
-
-
-def test_a_script_without_a_guard(tmp_path):
-    """What a script does at its top level is done once: workers do not import it."""
-    script = tmp_path / "mine.py"
-    script.write_text(textwrap.dedent(UNGUARDED))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("begun\n(4, 3, 32, 32)\n", "")
-
-
-def test_data_of_classes_in_the_script():
-    """Workers import the script only if the data names something of it."""
-    assert not needs_script(Few())
-    script = type("Mine", (), {"__module__": "__main__"})
-    vars(sys.modules["__main__"])["Mine"] = script
-    try:
-        assert needs_script([Few(), script()])
-    finally:
-        del vars(sys.modules["__main__"])["Mine"]
-
-
-@pytest.fixture
-def running(tmp_path):
-    """A process of its own group that reads batches with two workers; given when both have sent one."""
-    script = tmp_path / "run.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    with subprocess.Popen(
-        [sys.executable, "-W", "error", str(script)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        yield process
-
-
-def test_interrupt_is_quiet(running):
-    """Ctrl-C reaches the whole process group: the main process ends with its workers, without a word on stderr."""
-    os.killpg(running.pid, signal.SIGINT)
-    out, err = running.communicate(timeout=60)
-    assert (running.returncode, out, err) == (0, "interrupted\n", "")
-
-
-def test_killed_run_leaves_nobody(running):
-    """When the main process is killed its workers end too: nobody holds the output open any more."""
-    running.kill()
-    out, err = running.communicate(timeout=60)  # returns when the last process has closed its end
-    assert (running.returncode, out, err) == (-signal.SIGKILL, "", "")
 
 
 class Deadly(Few):
