@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # without that technique there is no such optimizer, and noth
     from softmoe.accelerate.optimizer import Flat
 
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
-"""Of the first step by which ways are compared."""
+"""The settings of the first step, by which the ways to take it are compared."""
 Rows = list[tuple["Flat", Tensor]]
 
 
@@ -72,7 +72,7 @@ def _ignore_indices(way: Any, rows: Rows, indices: list[int], group: dict[str, A
 
 
 def first_step_exactly(weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What AdamW makes of a weight and of two moments of zero in its first step, whose corrections cancel."""
+    """Return a weight and its two moments after the first step of AdamW from moments of zero, whose corrections cancel."""
     (beta1, beta2), rate = SETTINGS["betas"], SETTINGS["lr"]
     kept = weight * (1 - rate * SETTINGS["weight_decay"])
     step = rate * gradient / (gradient.abs() + SETTINGS["eps"])

@@ -1,4 +1,4 @@
-"""Of torch's way and a kernel the right and faster one is used; the kernels compile for GPUs that are not here."""
+"""The right and faster one of torch's way and a kernel is used; the kernels compile for GPUs that are not here."""
 
 import os
 import subprocess
