@@ -72,7 +72,7 @@ def _ignore_indices(way: Any, rows: Rows, indices: list[int], group: dict[str, A
 
 
 def first_step_exactly(weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a weight and its two moments after the first step of AdamW from moments of zero, whose corrections cancel."""
+    """Return a weight and its moments after the first step of AdamW from moments of zero, whose corrections cancel."""
     (beta1, beta2), rate = SETTINGS["betas"], SETTINGS["lr"]
     kept = weight * (1 - rate * SETTINGS["weight_decay"])
     step = rate * gradient / (gradient.abs() + SETTINGS["eps"])
