@@ -40,7 +40,8 @@ class Preprocessing:
     @classmethod
     def of(cls, transform: Any) -> "Preprocessing":
         """Keep the evaluation part of a data transform's settings (softmoe.data.TransformConfig)."""
-        crop = EVALUATION_CROPS.get(transform.crop, transform.crop)
+        drawn: str = transform.crop
+        crop = EVALUATION_CROPS.get(drawn, drawn)
         return cls(_pair(transform.image_size), crop, transform.central_ratio, transform.antialias)
 
 
