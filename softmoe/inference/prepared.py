@@ -72,9 +72,11 @@ def prepare(model: Model, weights: Weights = "float32", *, copy_weights: bool = 
     for module in made.modules():
         if isinstance(module, Experts):
             module.dropout = 0.0
+    if not copy_weights:
+        return made.eval()  # and nothing more: a model larger than the memory leaves no room for other buffers
     if all(tensor.device.type == "cpu" for tensor in _tensors(made)):
         accelerate.apply(made)  # what is left of torch's own: GELU (half of its time), attention, linear layers
-    return made.requires_grad_(False).eval() if copy_weights else made.eval()
+    return made.requires_grad_(False).eval()
 
 
 def open_mapped(where: str | Path, *, verify: bool = False) -> VisionTransformer:
