@@ -75,7 +75,7 @@ def prepare(model: Model, weights: Weights = "float32", *, copy_weights: bool = 
     if not copy_weights:
         return made.eval()  # and nothing more: a model larger than the memory leaves no room for other buffers
     if all(tensor.device.type == "cpu" for tensor in _tensors(made)):
-        accelerate.apply(made)  # what is left of torch's own: GELU (half of its time), attention, linear layers
+        accelerate.apply(made)  # what is left of torch's own: GELU, attention, linear layers
     return made.requires_grad_(False).eval()
 
 
