@@ -21,7 +21,7 @@ from softmoe.train import Result, TrainConfig
 from softmoe.train import train as run_to_the_end
 from softmoe.train.folder import free_name, write_model
 from softmoe.train.preview import fit, set_keys, steps_of
-from softmoe.transfer import transfer_config
+from softmoe.transfer import refit_head, transfer_config
 
 
 def train(recipe: str, data: str | Path | None = None, **settings: Any) -> Result:
@@ -65,4 +65,6 @@ def _run(recipe: TrainConfig, data: str | Path | None, settings: dict[str, Any])
     result = run_to_the_end(config, evaluators=more_evaluators(config))
     if result.rank == 0 and result.signal is None:
         write_model(result.folder)
+        if config.model.refit_head and not result.problems:
+            result = replace(result, numbers=result.numbers | refit_head(result.folder))
     return result

@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "inference": MIDDLE | {"accelerate"},  # what prepare does not replace is accelerated
     "parallel": MIDDLE | {"budget.plan"},  # it makes the layouts that are planned there
     **dict.fromkeys(("train", "evaluate", "inspection"), UPPER),
-    "transfer": UPPER | {"train"},
+    "transfer": UPPER | {"train", "evaluate"},
     **dict.fromkeys(("studies", "recipes", "bench", "report", "cli", "timm", "api"), ALL),
     **dict.fromkeys(("__init__", "__main__"), ALL | {"api"}),
 }

@@ -88,6 +88,7 @@ def elementwise(config: ViTConfig, terms: Terms, *, one_hot: bool = False) -> in
     if c.pool == "attention":
         total += t.pool * (8 * M * D + 4 * A * M + 9 * H + 20 * D)
     total += t.pool * (c.representation_size or 0)
+    total += t.pool * 7 * sum(c.tokens_by_block[block + 1] for block in c.head_blocks) * D  # norms and means
     if c.merge:  # a norm and a softmax
         total += t.pool * 8 * patches(c) * D + t.pairs * patches(c) * c.merge[1]
     if moe:

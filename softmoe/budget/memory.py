@@ -159,7 +159,8 @@ def outside_bytes(config: ViTConfig, batch_size: int, item: int) -> int:
     kept += batch_size * c.tokens * c.width if c.dropout else 0
     if c.pool == "attention":  # its input, keys and values, and the normalized keys
         kept += T * c.width * (4 if c.qk_norm else 3) + batch_size * (7 * c.width + 2 * c.mlp_dim)
-    return (kept + batch_size * (c.width + 2 * (c.representation_size or 0) + (c.num_classes or 0))) * item
+    kept += sum(2 * batch_size * c.tokens_by_block[block + 1] for block in c.head_blocks)  # the norms' statistics
+    return (kept + batch_size * (c.head_width + (c.representation_size or 0) + (c.num_classes or 0))) * item
 
 
 def attention_bytes(config: ViTConfig, batch_size: int, tokens: int, item: int) -> int:

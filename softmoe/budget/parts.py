@@ -157,11 +157,10 @@ def head(config: ViTConfig) -> Part:
         M -= config.registers
         params += D + attention_params(config) + 2 * D + mlp_params(D, H)
         macs += 2 * D**2 + 2 * M * D**2 + 2 * M * D + 2 * D * H
-    features = config.representation_size or D
     if config.representation_size:
-        params += (D + 1) * features
-        macs += D * features
-    classes = config.num_classes or 0
+        params += (D + 1) * config.representation_size
+        macs += D * config.representation_size
+    features, classes = config.head_width, config.num_classes or 0
     return Part(params + (features + 1) * classes, macs + features * classes)
 
 

@@ -165,8 +165,13 @@ def finish(result: Result) -> int:
         print(f"stopped by {name} after step {result.step}; to continue: softmoe train {folder.path}")
         return exit_code(result)
     step, numbers = folder.chosen_numbers()
-    rows = {name: f"{value:.4f}" for name, value in numbers.items()}
     model = write_model(folder)
+    stored = folder.stored()
+    if stored is not None and stored[0].model.refit_head and not result.problems:
+        from softmoe.transfer import refit_head
+
+        numbers = numbers | refit_head(folder)
+    rows = {name: f"{value:.4f}" for name, value in numbers.items()}
     chosen = step < result.step and not result.problems  # else an older step is what could be saved
     best = f" of {result.step}, the best on validation images" if chosen else ""
     rows |= {"step": f"{step}{best}", "model": str(model.folder)}

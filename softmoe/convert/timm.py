@@ -134,8 +134,8 @@ def to_timm(model: VisionTransformer) -> tuple[Tensors, dict[str, Any]]:
     c = model.config
     if c.moe_blocks:
         raise ValueError("timm's vision transformer has no experts: only dense models can be written under its names")
-    if c.representation_size or c.merge:
-        raise ValueError("timm's vision transformer has no tanh layer before the head and no merged tokens")
+    if c.representation_size or c.merge or c.head_blocks:
+        raise ValueError("timm's vision transformer has no tanh layer, no merged tokens and no head on several blocks")
     state = rename(dict(model.state_dict()), _TO_TIMM)
     if isinstance(model.positions, SinCosPositions):
         state["pos_embed"] = model.positions.table

@@ -172,9 +172,10 @@ def reference_views(module: nn.Module, read: Read) -> Views:
 
 def vit_views(model: VisionTransformer, read: Read) -> Views:
     c, conv = model.config, model.embed.proj
-    if c.registers or c.layer_scale or c.pre_norm or c.pool_norm or c.merge:
+    if c.registers or c.layer_scale or c.pre_norm or c.pool_norm or c.merge or c.head_blocks:
         raise ValueError(
-            "the paper's code has no registers, layer scales, merged tokens, norms before the blocks or after pooling"
+            "the paper's code has no registers, layer scales, merged tokens, norms before the blocks or after pooling, "
+            "and no head on several blocks"
         )
     assert conv.bias is not None
     views = {"embedding/kernel": read(conv.weight).permute(2, 3, 1, 0), "embedding/bias": read(conv.bias)}

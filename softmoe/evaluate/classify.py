@@ -130,8 +130,7 @@ class Predictor:
         """Return one prediction per image; `names` are those of the images."""
         model = self.loaded.model
         with evaluating(model), torch.inference_mode():
-            tokens_BMD = model.forward_features(images_B3HW.to(next(model.parameters()).device))
-            vectors_BD = model.forward_head(tokens_BMD, pre_logits=True)
+            vectors_BD = model.forward_vector(images_B3HW.to(next(model.parameters()).device))
             vectors = vectors_BD.float().cpu()
             tops: list[tuple[tuple[str, float], ...]] = [()] * len(names)
             if self.names:

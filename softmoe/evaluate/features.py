@@ -138,7 +138,7 @@ def _compute(
 
 def batch_features(model: VisionTransformer, batch: Batch) -> torch.Tensor:
     """(B, D) float32: the vectors before the head, where the model is."""
-    return model.forward_head(model.forward_features(batch.images), pre_logits=True).float()
+    return model.forward_vector(batch.images).float()
 
 
 def check_finite(vectors: torch.Tensor) -> None:

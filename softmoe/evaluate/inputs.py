@@ -89,7 +89,7 @@ def compute_in(precision: Precision, model: AnyModel) -> AnyModel:
     dtype = choose_precision(precision, device, logger.warning)
     if dtype is not None:
         cast = torch.autocast(device.type, dtype=dtype)
-        for name in ("forward", "forward_features", "forward_head", "embed_images", "embed_texts"):
+        for name in ("forward", "forward_features", "forward_vector", "forward_head", "embed_images", "embed_texts"):
             if hasattr(model, name):
                 setattr(model, name, cast(getattr(model, name)))
     model.__dict__["computes_in"] = dtype  # a part of what its features are kept under

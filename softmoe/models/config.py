@@ -177,6 +177,8 @@ class ViTConfig:
     merge: tuple[int, int] | None = None
     """(block, tokens), for models without experts: after this block, counted from 0, so many merged tokens go on in
     place of the cells' (PatchMerger)."""
+    head_blocks: tuple[int, ...] = ()
+    """Blocks, counted from 0, whose class token and mean of cells the head gets beside the pooled vector."""
     moe: MoEConfig | None = None
 
     @property
@@ -207,6 +209,12 @@ class ViTConfig:
         return (self.pool == "class") + self.registers
 
     @property
+    def head_width(self) -> int:
+        """The width of the vector that the head gets."""
+        each = self.width * (2 if self.pool == "class" else 1)
+        return (self.representation_size or self.width) + each * len(self.head_blocks)
+
+    @property
     def moe_blocks(self) -> tuple[int, ...]:
         return self.moe.moe_blocks(self.depth) if self.moe else ()
 
@@ -216,7 +224,7 @@ class ViTConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ViTConfig":
         values = with_moe(values)
-        for name in ("image_size", "merge"):
+        for name in ("image_size", "merge", "head_blocks"):
             if isinstance(values.get(name), list):
                 values[name] = tuple(values[name])
         return cls(**values)

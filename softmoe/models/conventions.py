@@ -35,7 +35,7 @@ class TimmInterface(nn.Module):
 
     @property
     def num_features(self) -> int:
-        """The width of the vector that the head gets."""
+        """The width of the pooled vector, which `forward_head` returns with `pre_logits`."""
         return self.config.representation_size or self.config.width
 
     @property
@@ -51,7 +51,7 @@ class TimmInterface(nn.Module):
             raise ValueError(f"the pool of a trained model stays {self.config.pool!r}, so it cannot be {global_pool!r}")
         like = next(self.parameters())
         self.config = replace(self.config, num_classes=num_classes or None)
-        head = Head(self.num_features, num_classes) if num_classes else nn.Identity()
+        head = Head(self.config.head_width, num_classes) if num_classes else nn.Identity()
         self.head = head.to(device=like.device, dtype=like.dtype)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:

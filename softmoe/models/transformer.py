@@ -204,10 +204,23 @@ class Encoder(nn.Module):
 
     def forward(self, x_BMD: Tensor, mask: Tensor | None = None, grid: tuple[int, int] | None = None) -> Tensor:
         """Apply all blocks. `grid` is (rows, columns) of an image's patches, which are the last tokens."""
+        return self.norm(self.forward_blocks(x_BMD, mask, grid)[0])
+
+    def forward_blocks(
+        self,
+        x_BMD: Tensor,
+        mask: Tensor | None = None,
+        grid: tuple[int, int] | None = None,
+        taken: Collection[int] = (),
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return the output of the last block, before the last norm, and, in order, those of the blocks `taken`."""
+        outputs: list[Tensor] = []
         x_BMD = self.dropout(x_BMD)
         for index, block in enumerate(self.blocks):
             if index in self.recomputed and self.training:
                 x_BMD = checkpoint(block, x_BMD, mask, grid, use_reentrant=False)
             else:
                 x_BMD = block(x_BMD, mask, grid)
-        return self.norm(x_BMD)
+            if index in taken:
+                outputs.append(x_BMD)
+        return x_BMD, outputs

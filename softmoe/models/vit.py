@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from softmoe.models.config import TextConfig, ViTConfig
 from softmoe.models.conventions import TimmInterface
@@ -37,9 +38,8 @@ class VisionTransformer(TimmInterface):
         self.encoder = make_encoder(config)
         self.pool = make_pool(config)
         self.pool_norm = nn.LayerNorm(D, eps=config.norm_eps) if config.pool_norm else nn.Identity()
-        features = config.representation_size or D
-        self.pre_logits = PreLogits(D, features) if config.representation_size else nn.Identity()
-        self.head = nn.Identity() if config.num_classes is None else Head(features, config.num_classes)
+        self.pre_logits = PreLogits(D, config.representation_size) if config.representation_size else nn.Identity()
+        self.head = nn.Identity() if config.num_classes is None else Head(config.head_width, config.num_classes)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -47,7 +47,22 @@ class VisionTransformer(TimmInterface):
             normal_(self.registers, std=0.02)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.forward_head(self.forward_features(images))
+        return self.head(self.forward_vector(images))
+
+    def forward_vector(self, images: Tensor) -> Tensor:
+        """Return the vector that the head gets, (B, head_width), which few-shot evaluation uses.
+
+        It is the pooled vector, followed by what `head_blocks` add: of each the class token, if there is one, and the
+        mean of the cells, all tokens normalized.
+        """
+        x_BMD, grid = self.embed_images(images)
+        last_BMD, outputs = self.encoder.forward_blocks(x_BMD, grid=grid, taken=self.config.head_blocks)
+        parts = [self.pooled(self.encoder.norm(last_BMD))]
+        for output_BMD in outputs:
+            tokens_BMD = F.layer_norm(output_BMD, (self.config.width,), eps=self.config.norm_eps)
+            parts += [tokens_BMD[:, 0]] if self.class_token is not None else []
+            parts += [tokens_BMD[:, self.config.prefix :].mean(1)]
+        return torch.cat(parts, 1) if outputs else parts[0]
 
     def forward_features(self, images: Tensor) -> Tensor:
         """Return the tokens after the last norm, (B, M, D); class token and registers come first."""
@@ -68,10 +83,16 @@ class VisionTransformer(TimmInterface):
         return self.pre_norm(x_BMD), grid
 
     def forward_head(self, x_BMD: Tensor, pre_logits: bool = False) -> Tensor:
-        """Return logits, or with `pre_logits` the vector that the head would get, which few-shot evaluation uses."""
-        seen_BMD = x_BMD if self.registers is None or self.class_token is not None else x_BMD[:, self.config.prefix :]
-        vector_BD = self.pre_logits(self.pool_norm(self.pool(seen_BMD)))
+        """Return logits, or with `pre_logits` the pooled vector."""
+        if self.config.head_blocks and not pre_logits:
+            raise ValueError("the head of this model sees several blocks, not the last alone: call the model itself")
+        vector_BD = self.pooled(x_BMD)
         return vector_BD if pre_logits else self.head(vector_BD)
+
+    def pooled(self, x_BMD: Tensor) -> Tensor:
+        """Return one vector for the tokens of each image."""
+        seen_BMD = x_BMD if self.registers is None or self.class_token is not None else x_BMD[:, self.config.prefix :]
+        return self.pre_logits(self.pool_norm(self.pool(seen_BMD)))
 
 
 def make_encoder(config: ViTConfig | TextConfig) -> Encoder:
@@ -118,6 +139,10 @@ def check_vit(config: ViTConfig) -> None:
         raise ValueError(f"num_classes must be at least 1, or None for no head, got {config.num_classes}")
     if config.merge is not None:
         check_merge(config, *config.merge)
+    if list(config.head_blocks) != sorted({block for block in config.head_blocks if 0 <= block < config.depth}):
+        raise ValueError(
+            f"head_blocks are blocks from 0 to {config.depth - 1} in rising order, got {list(config.head_blocks)}"
+        )
     for name, allowed in {
         "pool": ("mean", "class", "attention"),
         "positions": ("learned", "sincos", "none"),

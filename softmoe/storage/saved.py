@@ -32,7 +32,7 @@ _KINDS = {"vit": _KEYS, "two_tower": (*_KEYS, "tokenizer")}
 DEMO = Path(__file__).parents[1] / "demo"  # the model that comes inside the package, by the recipe of that name
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 Architecture = ViTConfig | TwoTowerConfig
-_LEAST = {"num_classes": 0, "registers": 0, "end_token": 0, "blocks": 0, "merge": 0}
+_LEAST = {"num_classes": 0, "registers": 0, "end_token": 0, "blocks": 0, "merge": 0, "head_blocks": 0}
 _MOST = {"depth": 1024, "image_size": MOST_SIDE, "patch_size": MOST_SIDE, "length": 1 << 16, "num_experts": 1 << 20}
 _MOST_POSITIONS = 1 << 26  # numbers in a table of positions that is computed, not read
 

@@ -234,6 +234,8 @@ class TrainConfig:
             raise ValueError(f"optim.layer_decay must be above 0 and at most 1, got {decay}")
         if self.model.adapters and self.model.weights is None:
             raise ValueError("model.adapters stand beside the MLPs of a trained model: use softmoe finetune --adapters")
+        if self.model.adapters and self.model.refit_head:
+            raise ValueError("adapters are saved with the head they learned: leave out model.refit_head beside them")
         self.check_text()
         if not _RUN_NAME.fullmatch(self.run_name):
             raise ValueError(
@@ -293,6 +295,7 @@ class TrainConfig:
             "optim.freeze": self.optim.freeze,
             "optim.layer_decay": self.optim.layer_decay,
             "model.num_classes": self.model.num_classes,
+            "model.refit_head": self.model.refit_head,
             "activation_gb": self.activation_gb,
         }
         for name, value in without.items():

@@ -35,6 +35,7 @@ FREE = (
     "log.",
     "checkpoint.",
     "evaluation.",
+    "model.refit_head",
     "data.val",
     "data.val_split",
     "data.eval_batch_size",

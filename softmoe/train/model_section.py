@@ -8,7 +8,7 @@ from softmoe.models.config import LAYER_OPTIONS, option_names, router_options
 from softmoe.models.registry import SIZES
 from softmoe.storage.files import convert, from_dict
 
-_NOT_SHAPE = ("name", "router", "weights", "new_head", "adapters", "locked", "options")
+_NOT_SHAPE = ("name", "router", "weights", "new_head", "refit_head", "adapters", "locked", "options")
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,9 @@ class ModelSection:
     """A saved model to start from; positions are resampled to the new image size. The shape must be its own."""
     new_head: bool = True
     """With `weights`: the head starts anew. False keeps it, for data of the same classes."""
+    refit_head: bool = False
+    """After the last step: fit a new head on four blocks to the training images, in closed form (ridge regression). It
+    becomes the model's if it is better on the validation images."""
     adapters: bool = False
     """With `weights`: only the head and the experts beside the MLPs learn, and only they are saved."""
     locked: bool = False
@@ -58,6 +61,8 @@ class ModelSection:
     merge: tuple[int, int] | None = None
     """A block and a number, for dense models: after this block (counted from 0) so many merged tokens go on
     (PatchMerger)."""
+    head_blocks: tuple[int, ...] | None = None
+    """Blocks whose class token and mean of cells the head gets beside the pooled vector."""
     num_experts: int | None = None
     blocks: tuple[int, ...] | None = None
     """Which blocks get experts; the names say the second half."""

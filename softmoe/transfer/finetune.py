@@ -6,23 +6,37 @@
 Slots are learned vectors that do not know the number of tokens, so they are kept as they are: with more tokens per
 image a Soft MoE costs less than its dense twin.
 
+`refit_head` ends a run with a head in closed form: ridge regression of class tokens and means of the training images
+after four blocks, of which the lower ones still know what the old task did not ask for.
+
 A branch starts from a kept checkpoint of a run whose learning rate has not begun to cool down, and takes it to zero in
 N steps, in a folder of its own: many training lengths from one long run, the paper's way. The first run is only read.
 """
 
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 
+import numpy as np
+import torch
+
 from softmoe.convert.foreign import locate, open_foreign, read_model, split_options
-from softmoe.models import ViTConfig
+from softmoe.data import Transform
+from softmoe.evaluate.features import Features, extract
+from softmoe.evaluate.inputs import random_subset
+from softmoe.evaluate.ridge import BIAS, L2_GRID, Ridge, choose_by_leave_one_out
+from softmoe.machine import choose_device
+from softmoe.models import VisionTransformer, ViTConfig
 from softmoe.models.registry import SIZES
-from softmoe.storage import open_saved
+from softmoe.storage import load_saved, open_saved, save_pretrained
 from softmoe.storage.adapters import facts_of_base
 from softmoe.storage.checkpoint import read_checkpoint
 from softmoe.storage.files import whole_folder
 from softmoe.train.config import ModelSection, TrainConfig
+from softmoe.train.data import Data
+from softmoe.train.evaluation import classify
 from softmoe.train.folder import RunFolder
 from softmoe.train.log import MetricsFile
 
@@ -104,8 +118,83 @@ def section_of(shape: ViTConfig) -> ModelSection:
     if moe is not None:
         given |= moe.to_dict()
         name = f"{moe.router.name}_{letter}{shape.patch_size}_{moe.num_experts}e"
-    del given["num_classes"], given["image_size"]
+    del given["num_classes"], given["image_size"], given["head_blocks"]  # the head is new
     return ModelSection(name=name).change(**given)
+
+
+REFIT_IMAGES = 20_000
+"""The most images, drawn at random, that a head in closed form is fitted to."""
+TEMPERATURES = tuple(2.0**i for i in range(-2, 9))
+
+
+def refit_head(run: RunFolder, report: Callable[[str], None] = print) -> dict[str, float]:
+    """Fit a head in closed form for the finished model of a run; save the model with it if validation is better.
+
+    Returns the validation numbers of the model that is saved in the end.
+    """
+    stored = run.stored()
+    assert stored is not None
+    config, (_, before) = stored[0], run.chosen_numbers()
+    saved = open_saved(run.path / "model")
+    device = choose_device(config.device)
+    model = load_saved(saved, device)
+    data, d = Data.open(config, device=device, captions=False), config.data
+    widen_head(model, spread_blocks(saved.config.depth))
+    seen = random_subset(data.train, REFIT_IMAGES)
+    features = extract(model, seen, Transform(d.transform, train=False), batch_size=d.eval_batch_size, cache=False)
+    l2 = fit_head(model, features)
+    numbers = {
+        f"val/{name}": value for name, value in classify(model, data.validation(), config.objective.loss).items()
+    }
+    better = quality(numbers) > quality(before)
+    report(
+        f"head in closed form on {len(features)} training images: top-1 {numbers['val/top1']:.4f} and loss "
+        f"{numbers['val/loss']:.4f} on validation images, the trained one {before['val/top1']:.4f} and "
+        f"{before['val/loss']:.4f}: {'kept' if better else 'not kept'}"
+    )
+    if not better:
+        return before
+    made = saved.provenance | {"results": numbers, "head": {"blocks": model.config.head_blocks, "l2": l2}}
+    facts = {"preprocessing": saved.preprocessing, "classes": saved.classes}
+    save_pretrained(model, run.path / "model", provenance=made, **facts)
+    return numbers
+
+
+def spread_blocks(depth: int) -> tuple[int, ...]:
+    """Return four blocks from the middle to the last, counted from 0: 5, 7, 9 and 11 of twelve."""
+    return tuple(sorted({max(1, round(depth * part / 6)) - 1 for part in (3, 4, 5, 6)}))
+
+
+def widen_head(model: VisionTransformer, blocks: tuple[int, ...]) -> None:
+    """Give the model a new head, which sees these blocks too."""
+    model.config = replace(model.config, head_blocks=blocks)
+    model.reset_classifier(model.num_classes)
+
+
+def fit_head(model: VisionTransformer, features: Features) -> float:
+    """Set the head to the ridge regression of these features and return its penalty.
+
+    The penalty is that of the best accuracy with each image left out in turn. The scores are then multiplied by the
+    factor with the smallest cross-entropy on the left-out images, so that the softmax of them is a probability.
+    """
+    labels_n = features.single_labels()
+    ridge = Ridge.fit(features.vectors, labels_n, len(features.classes))
+    l2 = choose_by_leave_one_out(ridge, L2_GRID)
+    left_out_nC, W_DC = torch.from_numpy(ridge.left_out(l2)), ridge.weights(l2)
+    truth_n = torch.from_numpy(labels_n).long()
+    losses = [float(torch.nn.functional.cross_entropy(t * left_out_nC, truth_n)) for t in TEMPERATURES]
+    factor = TEMPERATURES[int(np.argmin(losses))]
+    weight_DC = W_DC[:-1] / ridge.std_D[:, None]
+    bias_C = BIAS * W_DC[-1] - ridge.mean_D @ weight_DC
+    with torch.no_grad():
+        for own, found in ((model.head.weight, weight_DC.T), (model.head.bias, bias_C)):
+            own.copy_(torch.from_numpy(factor * found))  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+    return l2
+
+
+def quality(numbers: dict[str, float]) -> tuple[float, float]:
+    """Return what a better model has more of: accuracy, and among equals minus the loss."""
+    return numbers["val/top1"], -numbers["val/loss"]
 
 
 def branch(checkpoint: Path | str, cooldown: int, run_name: str | None = None, runs: str | None = None) -> TrainConfig:

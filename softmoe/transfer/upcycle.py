@@ -285,14 +285,13 @@ def distance(dense: VisionTransformer, other: VisionTransformer, images: Tensor,
     ]
     try:
         with evaluating(dense, other):
-            ours, theirs = (model.forward_features(images) for model in (dense, other))
+            features = [model.forward_vector(images) for model in (dense, other)]
             for index, (given, output) in seen.items():
                 layers[index] = relative(other.encoder.blocks[index].mlp(given, None, grid), output)  # pyright: ignore
     finally:
         for hook in hooks:
             hook.remove()
-    features = [m.forward_head(x, pre_logits=True) for m, x in ((dense, ours), (other, theirs))]
-    logits = [m.forward_head(x) for m, x in ((dense, ours), (other, theirs))]
+    logits = [model.head(vector) for model, vector in zip((dense, other), features, strict=True)]
     headless = isinstance(dense.head, nn.Identity)
     return Distance(
         features=relative(features[1], features[0]),

@@ -36,6 +36,7 @@ def configs(draw: st.DrawFn, routers: tuple[str | None, ...] = (None, *ROUTERS))
         positions=draw(st.sampled_from(["learned", "sincos", "none"])),
         qk_norm=draw(st.booleans()),
         representation_size=draw(st.sampled_from([None, 5])),
+        head_blocks=draw(st.sampled_from([(), (0,), tuple(range(depth))])),
     )
     router = draw(st.sampled_from(routers))
     if router is None:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from convert.plain import PlainViT, timm_names
@@ -10,6 +11,8 @@ from routers import moe_of
 from safetensors.torch import save_file
 
 from softmoe import save_pretrained
+from softmoe.evaluate.features import Features
+from softmoe.evaluate.ridge import Ridge
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
 from softmoe.moe.routing import ROUTERS
 from softmoe.storage import from_pretrained, open_saved
@@ -17,7 +20,7 @@ from softmoe.train import OptimSection, train
 from softmoe.train.folder import write_model
 from softmoe.train.optim import parameter_groups
 from softmoe.train.run import start_from
-from softmoe.transfer.finetune import section_of, transfer_config
+from softmoe.transfer.finetune import fit_head, refit_head, section_of, spread_blocks, transfer_config, widen_head
 
 SHAPE = ViTConfig(
     image_size=16,
@@ -136,3 +139,63 @@ def test_layer_decay_must_be_a_share(make_config):
     """In (0, 1]."""
     with pytest.raises(ValueError, match="layer_decay must be above 0 and at most 1"):
         make_config(**{"optim.layer_decay": 1.5}).check()
+
+
+def test_blocks_that_a_new_head_sees():
+    """Four from the middle to the last, fewer in a small model."""
+    assert [spread_blocks(depth) for depth in (12, 24, 4, 2, 1)] == [
+        (5, 7, 9, 11),
+        (11, 15, 19, 23),
+        (1, 2, 3),
+        (0, 1),
+        (0,),
+    ]
+
+
+def test_a_head_in_closed_form_is_ridge_regression():
+    """Its logits are the ridge scores times one factor, and on what it was fitted to it is right."""
+    torch.manual_seed(0)
+    model = VisionTransformer(replace(SHAPE, num_classes=3, pool="class")).eval()
+    widen_head(model, (0, 1))
+    images = torch.randn(24, 3, 16, 16)
+    with torch.no_grad():
+        vectors = model.forward_vector(images).numpy()
+        labels = torch.arange(24).numpy() % 3
+        vectors[np.arange(24), labels] += 3.0
+        l2 = fit_head(model, Features(vectors, labels, np.arange(24), ("a", "b", "c")))
+        logits = model.head(torch.from_numpy(vectors)).double().numpy()
+    scores = Ridge.fit(vectors, labels, 3).scores(vectors, l2)
+    factor = (logits * scores).sum() / (scores * scores).sum()
+    np.testing.assert_allclose(logits, factor * scores, rtol=1e-3, atol=1e-3 * factor)
+    assert factor > 0
+    assert (logits.argmax(1) == labels).mean() > 0.9
+
+
+@pytest.mark.parametrize("better", [True, False])
+def test_a_run_ends_with_the_better_head(better, make_config, tmp_path, monkeypatch):
+    """The run's model has the head in closed form if that is better on validation images, else the one it learned."""
+    saved_model(tmp_path / "old", replace(SHAPE, pool="class"))
+    result = train(transfer_config(make_config(steps=1), tmp_path / "old"))
+    write_model(result.folder)
+    plain = open_saved(result.folder.path)
+    numbers = {"top1": 1.0 if better else 0.0, "top5": 1.0, "loss": 0.1 if better else 100.0}
+    monkeypatch.setattr("softmoe.transfer.finetune.classify", lambda *_: numbers)
+    said: list[str] = []
+    found = refit_head(result.folder, said.append)
+    made = open_saved(result.folder.path)
+    assert made.config.head_blocks == ((0, 1) if better else ())
+    assert made.classes == plain.classes
+    assert made.preprocessing == plain.preprocessing
+    assert found["val/top1"] == (1.0 if better else result.numbers["val/top1"])
+    assert made.provenance["results"]["val/top1"] == found["val/top1"]
+    assert said[0].endswith(": kept" if better else ": not kept")
+    assert not section_of(made.config).head_blocks, "the next run starts with a head of the last block alone"
+    from_pretrained(result.folder.path)
+
+
+def test_adapters_keep_their_head(make_config, tmp_path):
+    """A wide head would not be the few weights that adapters are."""
+    saved_model(tmp_path / "old", replace(SHAPE, moe=None))
+    config = transfer_config(make_config(), tmp_path / "old", adapters=True)
+    with pytest.raises(ValueError, match=r"leave out model\.refit_head"):
+        replace(config, model=replace(config.model, refit_head=True)).check()
