@@ -108,7 +108,8 @@ def train(
         except WorkerDied:
             if team.world == 1:  # elsewhere the others cannot be told in the middle of an evaluation
                 save(run)
-            raise
+            if stop.signal is None:  # else whoever stopped this process stopped its workers too
+                raise
         if stop.signal is not None:
             save(run)
         for line in run.acceleration.timed():
@@ -128,7 +129,7 @@ def run_steps(run: Run, stop: StopRequest) -> None:
     answer = run.team.ask(lambda: stop.signal, feed.fetch())
     while True:
         stop.signal, failure = answer()
-        if failure is not None:
+        if failure is not None and stop.signal is None:
             save(run)
             raise failure
         if stop.signal is not None or done.step >= config.steps:

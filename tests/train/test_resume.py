@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from train.same_run import Crash, assert_same_run, crash_at, final_state
 
+from softmoe.data import Feed, WorkerDied
 from softmoe.storage.checkpoint import read_checkpoint
 from softmoe.train import train
 from softmoe.train.folder import RunFolder
@@ -54,6 +55,26 @@ def test_a_signal_saves_and_the_run_continues(make_config, number: signal.Signal
         assert (result.step, result.signal) == (step, number)
     assert signal.getsignal(number) is before
     assert train(stopped).signal is None
+    assert_same_run(whole, stopped)
+
+
+def test_a_signal_that_ends_the_workers_too(make_config, monkeypatch):
+    """Schedulers stop all processes of a job together: that is a stop, not a lost worker, and the run continues."""
+    whole, stopped = make_config(run_name="whole"), make_config(run_name="stopped")
+    train(whole)
+    real, fetch = make_objective(stopped.objective), Feed.fetch
+    ended: list[bool] = []
+
+    def objective(model: nn.Module, batch: Any):
+        os.kill(os.getpid(), signal.SIGTERM)
+        ended.append(True)
+        return real(model, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Feed, "fetch", lambda feed: WorkerDied("killed") if ended else fetch(feed))
+        result = train(stopped, objective=objective)
+    assert (result.step, result.signal) == (1, signal.SIGTERM)
+    train(stopped)
     assert_same_run(whole, stopped)
 
 
