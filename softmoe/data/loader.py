@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
+from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any
 
@@ -261,6 +262,20 @@ def _end_with_parent() -> None:
     assert parent is not None
     parent.join()
     os._exit(1)
+
+
+def _wait_for_feeders() -> None:
+    """Wait for the threads that fill the queues to workers, when the process ends and all queues are closed.
+
+    A thread may be the last to hold a queue's semaphore. If Python ended it after it removed the semaphore and before it
+    told the resource tracker, the tracker would complain on stderr of a name that is not there.
+    """
+    for thread in threading.enumerate():
+        if thread.name == "QueueFeederThread":
+            thread.join(1)
+
+
+Finalize(None, _wait_for_feeders, exitpriority=-10)  # queues close themselves at a higher priority, so before this
 
 
 def _except_lost_connection(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

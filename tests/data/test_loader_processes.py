@@ -32,6 +32,30 @@ SCRIPT = """
 """
 
 
+SLOW_THREADS = """
+    import atexit, threading, time
+    from multiprocessing import queues, resource_tracker, synchronize
+    from _multiprocessing import sem_unlink
+
+    feed = queues.Queue._feed
+
+    def feed_and_linger(*arguments):
+        feed(*arguments)
+        time.sleep(0.1)  # the main thread lets go of the queue meanwhile
+
+    def clean_up(name):
+        sem_unlink(name)
+        if threading.current_thread() is not threading.main_thread():
+            print("slow", flush=True)
+            time.sleep(0.3)  # the main thread comes to its end meanwhile
+        resource_tracker.unregister(name, "semaphore")
+
+    queues.Queue._feed = staticmethod(feed_and_linger)
+    synchronize.SemLock._cleanup = staticmethod(clean_up)
+    atexit.register(time.sleep, 0.2)
+"""
+
+
 UNGUARDED = """
     from softmoe.data import Loader, Transform, TransformConfig, open_source
 
@@ -64,10 +88,10 @@ def test_data_of_classes_in_the_script():
 
 
 @pytest.fixture
-def running(tmp_path):
+def running(tmp_path, request):
     """A process of its own group that reads batches with two workers; given when both have sent one."""
     script = tmp_path / "run.py"
-    script.write_text(textwrap.dedent(SCRIPT))
+    script.write_text(textwrap.dedent(getattr(request, "param", "")) + textwrap.dedent(SCRIPT))
     with subprocess.Popen(
         [sys.executable, "-W", "error", str(script)],
         stdout=subprocess.PIPE,
@@ -86,6 +110,16 @@ def test_interrupt_is_quiet(running):
     os.killpg(running.pid, signal.SIGINT)
     out, err = running.communicate(timeout=60)
     assert (running.returncode, out, err) == (0, "interrupted\n", "")
+
+
+@pytest.mark.parametrize("running", [SLOW_THREADS], indirect=True)
+def test_interrupt_is_quiet_with_slow_threads(running):
+    """The end waits for the threads of the queues: one that is cut off in the middle of removing a semaphore would make
+    Python's resource tracker complain."""
+    os.killpg(running.pid, signal.SIGINT)
+    out, err = running.communicate(timeout=60)
+    assert (running.returncode, err) == (0, "")
+    assert out.startswith("interrupted\nslow\n")  # so the threads were the last to hold semaphores
 
 
 def test_killed_run_leaves_nobody(running):
