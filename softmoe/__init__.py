@@ -3,6 +3,24 @@
 Names are loaded when first used, so that `import softmoe` and the command line start at once.
 """
 
+# ruff: noqa: E402  # a Ctrl-C is answered before the imports that take time
+
+import os
+import signal
+import sys
+
+
+def _is_command(words: list[str]) -> bool:
+    """Tell if these words started Python as the command `softmoe` or as `python -m softmoe`."""
+    for word, following in zip(words[1:], [*words[2:], ""], strict=False):
+        if word == "-m" or not word.startswith("-"):
+            return (following if word == "-m" else os.path.basename(word).removesuffix(".exe")) == "softmoe"
+    return False
+
+
+if _is_command(sys.orig_argv) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C before main() runs: the end, without a traceback
+
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any

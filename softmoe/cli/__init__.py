@@ -5,6 +5,7 @@ import difflib
 import io
 import os
 import re
+import signal
 import sys
 import threading
 from importlib import import_module
@@ -72,6 +73,8 @@ def main(argv: list[str] | None = None) -> int:
     if argv is None:
         sys.unraisablehook = interrupt_again
     try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as it is while the command starts
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             return run(sys.argv[1:] if argv is None else argv)
         finally:

@@ -267,8 +267,8 @@ def _end_with_parent() -> None:
 def _wait_for_feeders() -> None:
     """Wait for the threads that fill the queues to workers, when the process ends and all queues are closed.
 
-    A thread may be the last to hold a queue's semaphore. If Python ended it after it removed the semaphore and before it
-    told the resource tracker, the tracker would complain on stderr of a name that is not there.
+    A thread may be the last to hold a queue's semaphore. If Python ended it after it removed the semaphore and before
+    it told the resource tracker, the tracker would complain on stderr of a name that is not there.
     """
     for thread in threading.enumerate():
         if thread.name == "QueueFeederThread":

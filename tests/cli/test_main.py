@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -96,6 +97,33 @@ def test_interrupt(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "softmoe.cli.cost", types.SimpleNamespace(cost_command=stopped))
     assert main(["cost"]) == 130
+
+
+@pytest.mark.parametrize(("module", "code"), [("difflib", -signal.SIGINT), ("tyro", 130)])
+@pytest.mark.parametrize("script", [True, False])
+def test_an_early_interrupt(tmp_path: Path, module: str, code: int, script: bool):
+    """Ctrl-C while the command or one of its modules is being imported: the end, without a word."""
+    (tmp_path / f"{module}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    (tmp_path / "softmoe").write_text("import sys\nfrom softmoe.cli import main\nsys.exit(main())\n")
+    start = [str(tmp_path / "softmoe")] if script else ["-m", "softmoe"]
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, *start, "cost", "vit_ti16"], env=os.environ | {"PYTHONPATH": paths}, capture_output=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (code, b"", b"")
+
+
+@pytest.mark.parametrize("start", [[], ["-c"], ["-"], ["mine.py", "-m", "softmoe"]], ids=str)
+def test_others_keep_their_interrupt(tmp_path: Path, start: list[str]):
+    """Ctrl-C stays an exception for who imports the package: in a script, in a session, however Python was started."""
+    text = "import os, signal, softmoe\ntry: os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt: print(1)\n"
+    (tmp_path / "mine.py").write_text(text)
+    start = [*start, text] if start == ["-c"] else start
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, *start], input=text, env=env, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
 
 
 def test_an_interrupt_that_was_lost():
