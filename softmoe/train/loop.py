@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from types import FrameType
+from typing import Any
 
 from torch import Tensor
 
@@ -188,9 +189,7 @@ def resume(run: Run) -> None:
     stored, facts = run.folder.stored(), run.facts()
     found = run.store.latest()
     step = found.step if found else 0
-    changed = (
-        [] if found is None else differences(TrainConfig.from_dict(found.texts["state"]["config"]), run.config, step)
-    )
+    changed = [] if found is None else contradictions(run, found)
     if stored is not None:
         changed += differences(stored[0], run.config, step)
         before = stored[1].pop("accelerate", None)
@@ -215,6 +214,26 @@ def resume(run: Run) -> None:
     damaged = run.metrics.rewind(step)
     if damaged:
         run.progress.report(f"{damaged} damaged lines of {run.metrics.path} are left out")
+
+
+def contradictions(run: Run, found: Checkpoint) -> list[str]:
+    """List as `key: old -> new` where a checkpoint says other settings or data than the run has."""
+    state = found.texts.get("state", {})
+    ours = identity(run, found.step)
+    if missing := sorted({*ours, "config", "progress"} - state.keys()):
+        raise ValueError(f"{found.folder / 'state.json'} does not say {missing[0]!r}, as that of every checkpoint does")
+    changed = differences(TrainConfig.from_dict(state["config"]), run.config, found.step)
+    return changed + [
+        f"{key} of {found.folder.name}: {state[key]!r:.200} -> {value!r:.200}"
+        for key, value in ours.items()
+        if state[key] != value
+    ]
+
+
+def identity(run: Run, step: int) -> dict[str, Any]:
+    """Return what a checkpoint of a step says of the run beside its settings and its progress."""
+    data = {"next_step": step, "fingerprint": run.data.train.fingerprint}
+    return {"step": step, "seed": run.config.seed, "data": data, "classes": list(run.data.train.classes)}
 
 
 def restore(run: Run, found: Checkpoint) -> None:
@@ -247,14 +266,7 @@ def save(run: Run) -> None:
     ready = finite_on_all(run, tensors["model"])
     if not reads_late(run) and not ready():
         raise diverged(run, "the weights are not finite numbers")
-    state = {
-        "step": done.step,
-        "seed": run.config.seed,
-        "data": {"next_step": done.step, "fingerprint": run.data.train.fingerprint},
-        "classes": list(run.data.train.classes),
-        "progress": asdict(done),
-        "config": run.config.to_dict(),
-    }
+    state = identity(run, done.step) | {"progress": asdict(done), "config": run.config.to_dict()}
     texts = {"config": run.model.config.to_dict(), "state": state}
     run.store.save(
         Snapshot(done.step, tensors, texts, ready if reads_late(run) else None),

@@ -10,7 +10,8 @@ from torch import nn
 from train.same_run import Crash, assert_same_run, crash_at, final_state
 
 from softmoe.data import Feed, WorkerDied
-from softmoe.storage.checkpoint import read_checkpoint
+from softmoe.storage.checkpoint import read_checkpoint, write_texts
+from softmoe.storage.files import FileFacts
 from softmoe.train import train
 from softmoe.train.folder import RunFolder
 from softmoe.train.loop import resume
@@ -184,3 +185,30 @@ def test_a_changed_config_json_is_found(make_config, key: str, value: float):
     path.write_text(json.dumps(stored))
     with pytest.raises(ValueError, match=f"{key}: .* -> {value}"):
         train(make_config(steps=2, **{key: value}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("seed", 5, "seed of step_00000002: 5 -> 0"),
+        ("data", {"next_step": 2, "fingerprint": "0" * 64}, "data of step_00000002: .*0000'} -> "),
+        ("data", 7, "data of step_00000002: 7 -> "),
+        ("classes", ["x"], r"classes of step_00000002: \['x'\] -> \["),
+        ("classes", [], r"classes of step_00000002: \[\] -> \["),
+        ("config", None, "does not say 'config'"),
+        ("classes", None, "does not say 'classes'"),
+        ("progress", None, "does not say 'progress'"),
+    ],
+)
+def test_a_forged_state_json_is_found(make_config, key: str, value: Any, words: str):
+    """What a checkpoint says of its run is compared with the run, also where the hashes were made to agree."""
+    config = make_config(steps=2)
+    train(config)
+    folder = RunFolder.of(config).checkpoints / "step_00000002"
+    texts = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json") if path.stem != "manifest"}
+    del texts["state"][key]
+    if value is not None:
+        texts["state"][key] = value
+    write_texts(folder, 2, texts, {path.name: FileFacts.of(path) for path in folder.glob("*.safetensors")})
+    with pytest.raises(ValueError, match=words):
+        train(config)
