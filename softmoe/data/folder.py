@@ -16,7 +16,6 @@ import hashlib
 import json
 import logging
 import os
-import reprlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -24,7 +23,7 @@ import numpy as np
 
 from softmoe.data.decode import BrokenImage, decode, read_image_file, read_member
 from softmoe.data.files import MAX_TEXT, ByteReader, Names, file_size, parse_json, tar_members, unpacked
-from softmoe.data.source import Example, MinSide, Source, fingerprint
+from softmoe.data.source import Example, MinSide, Source, checked_titles, fingerprint
 from softmoe.storage.files import MAX_JSON_BYTES, check_names, read_json
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")
@@ -213,16 +212,7 @@ def _is_image(name: str) -> bool:
 
 def _read_titles(root: Path) -> dict[str, str]:
     file = root / "classes.json"
-    return _checked_titles(read_json(file), str(file)) if file.is_file() else {}
-
-
-def _checked_titles(titles: object, where: str) -> dict[str, str]:
-    if not isinstance(titles, dict):
-        raise ValueError(f'{where} must be an object of folder name to class name, {{"n01": "tench"}}.')
-    for name, title in titles.items():
-        if not isinstance(title, str | int):
-            raise ValueError(f"{where} must give {name!r} the name of a class, not {reprlib.repr(title)}.")
-    return dict(zip(titles, check_names(map(str, titles.values()), where), strict=True))
+    return checked_titles(read_json(file), str(file)) if file.is_file() else {}
 
 
 def _scan_tar(tar: Path) -> tuple[dict[str, dict[str, list]], dict[str, str], Path]:
@@ -241,7 +231,7 @@ def _scan_tar(tar: Path) -> tuple[dict[str, dict[str, list]], dict[str, str], Pa
             where = f"{tar}: classes.json"
             if size > MAX_JSON_BYTES:
                 raise ValueError(f"{where} has {size:,} bytes, {MAX_JSON_BYTES:,} are the limit.")
-            titles = _checked_titles(parse_json(ByteReader(tar).read(offset, size), where), where)
+            titles = checked_titles(parse_json(ByteReader(tar).read(offset, size), where), where)
         split, _, rest = name.partition("/")
         class_name, _, file = rest.partition("/")
         if file and _is_image(file.rsplit("/", 1)[-1]):

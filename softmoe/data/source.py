@@ -19,6 +19,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import inspect
+import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -26,6 +27,8 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+
+from softmoe.storage.files import check_names
 
 # The shortest side the reader needs: a number, or a function of the stored (height, width) that is called
 # once, before decoding. A transform uses the function to choose its crop first and then have only that much
@@ -191,6 +194,16 @@ def count_classes(largest: int, examples: int, stated: int = 0) -> int:
             f"{limit:,} is the limit."
         )
     return stated or largest + 1
+
+
+def checked_titles(titles: object, where: Path | str) -> dict[str, str]:
+    """Return what a classes.json says: names of classes by folder or number. ValueError for anything else."""
+    if not isinstance(titles, dict):
+        raise ValueError(f'{where} must be an object of folder or number to class name, {{"n01": "tench"}}.')
+    for key, title in titles.items():
+        if not isinstance(title, str | int) or isinstance(title, bool):
+            raise ValueError(f"{where} must give {shortened(key)!r} the name of a class, not {reprlib.repr(title)}.")
+    return dict(zip(titles, check_names(map(str, titles.values()), where), strict=True))
 
 
 def shortened(value: object) -> str:

@@ -29,14 +29,25 @@ import numpy as np
 
 from softmoe.data.decode import BrokenImage, decode, read_member
 from softmoe.data.files import MAX_TEXT, ByteReader, Names, fetched, parse_json, tar_members, unpacked
-from softmoe.data.source import Example, MinSide, Source, count_classes, fingerprint, positive_int, shortened
-from softmoe.storage.files import check_names, read_json
+from softmoe.data.source import (
+    MAX_CLASSES,
+    Example,
+    MinSide,
+    Source,
+    checked_titles,
+    count_classes,
+    fingerprint,
+    positive_int,
+    shortened,
+)
+from softmoe.storage.files import read_json
 
 _IMAGES = ("jpg", "jpeg", "png", "webp")
 _PARTS = (*_IMAGES, "cls", "json", "txt")
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d{1,18})\.\.(\d{1,18})")
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.\-]*://")
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,9}")
 _MOST_SHARDS = 1_000_000
 
 
@@ -284,9 +295,12 @@ def _class_names(file: Path | None, rows: list[_Row], stated: int) -> tuple[str,
     count = count_classes(largest, len(rows), stated)
     if not labelled or file is None or not file.is_file():
         return tuple(str(i) for i in range(count))
-    titles = read_json(file)
-    if not isinstance(titles, dict | list):
-        raise ValueError(f'{file} must be a list of class names or an object of them, {{"0": "tench"}}.')
-    lookup = titles if isinstance(titles, dict) else {str(i): t for i, t in enumerate(titles)}
-    names = [str(lookup.get(str(i), i)) for i in range(stated or max(count, len(titles)))]
-    return check_names(names, file)
+    said = read_json(file)
+    titles = checked_titles({str(i): t for i, t in enumerate(said)} if isinstance(said, list) else said, file)
+    for number in titles:
+        if not _NUMBER.fullmatch(number) or int(number) >= MAX_CLASSES:
+            raise ValueError(
+                f"{file} must number its classes from 0 and below {MAX_CLASSES:,}, but one is {shortened(number)!r}."
+            )
+    known = max(map(int, titles), default=-1) + 1
+    return tuple(titles.get(str(i), str(i)) for i in range(stated or max(count, known)))

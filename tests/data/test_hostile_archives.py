@@ -280,6 +280,36 @@ def test_class_names_that_are_none(titles, tmp_path, encoded, picture):
     refused(lambda: open_source(f"folder:{tmp_path}", "train"), "classes.json")
 
 
+@pytest.mark.parametrize(
+    "titles",
+    [
+        "[null]",
+        "[[]]",
+        "[true]",
+        '{"0": ["n01440764", "tench"]}',
+        '{"x": "tench"}',
+        '{"-1": "tench"}',
+        '{"00": "tench"}',
+        '{"1000000": "tench"}',
+        '{"' + "9" * 5000 + '": "tench"}',
+        "[" + "0," * 1_000_000 + "0]",
+    ],
+    ids=lambda titles: titles[:20],
+)
+def test_class_names_of_shards_that_are_none(titles, tmp_path, write_tar, encoded, picture):
+    """The classes.json beside shards gives names by numbers, not more than there may be."""
+    uri = shard(tmp_path, write_tar, encoded, picture, cls=b"0")
+    (tmp_path / "classes.json").write_text(titles)
+    refused(lambda: open_source(uri, "train"), "classes.json")
+
+
+def test_class_names_of_shards(tmp_path, write_tar, encoded, picture):
+    """Names by number; a class without one is called by its number."""
+    uri = shard(tmp_path, write_tar, encoded, picture, cls=b"1")
+    (tmp_path / "classes.json").write_text('{"0": "ant", "3": 7}')
+    assert open_source(uri, "train").classes == ("ant", "1", "2", "7")
+
+
 def test_texts_beside_images_are_bounded(tmp_path, encoded, picture):
     """Captions of a gigabyte are none, and a classes.json of a gigabyte is refused, in a folder and in a tar."""
     (tmp_path / "train" / "a").mkdir(parents=True)
