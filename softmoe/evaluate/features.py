@@ -132,8 +132,7 @@ def _compute(
     vectors.flush()
     np.save(folder / "labels.npy", np.concatenate(labels))
     np.save(folder / "indices.npy", np.concatenate(indices))
-    facts = {"count": done, "sha256": {name: sha256(folder / f"{name}.npy") for name in _ARRAYS}}
-    write_json(folder / "facts.json", facts)
+    write_json(folder / "facts.json", {"sha256": {name: sha256(folder / f"{name}.npy") for name in _ARRAYS}})
 
 
 def batch_features(model: VisionTransformer, batch: Batch) -> torch.Tensor:
@@ -147,10 +146,9 @@ def check_finite(vectors: torch.Tensor) -> None:
 
 
 def _read(folder: Path, classes: tuple[str, ...], *, mapped: bool = True) -> Features:
-    count = read_json(folder / "facts.json")["count"]
     vectors = np.load(folder / "features.npy", mmap_mode="r" if mapped else None, allow_pickle=False)
     labels, indices = (np.load(folder / f"{name}.npy", allow_pickle=False) for name in ("labels", "indices"))
-    return Features(vectors[:count], labels, indices, tuple(classes))
+    return Features(vectors[: len(labels)], labels, indices, tuple(classes))
 
 
 def _whole(entry: Path) -> bool:

@@ -165,6 +165,8 @@ def first_line(error: BaseException) -> str:
 
 
 def sha256(path: Path) -> str:
+    if not path.is_file():  # a pipe would be waited for, a device has no end
+        raise OSError(f"{path} is missing or no plain file")
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

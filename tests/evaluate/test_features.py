@@ -1,6 +1,8 @@
 """Features: computed once for all evaluators, kept whole or not at all."""
 
 import json
+import os
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -113,7 +115,8 @@ def test_a_damaged_entry_is_made_again(model, source, tmp_path):
     assert np.array_equal(extract(model, source, TRANSFORM).vectors, expected)
     (entry / "facts.json").unlink()
     assert np.array_equal(extract(model, source, TRANSFORM).vectors, expected)
-    assert json.loads((entry / "facts.json").read_text())["count"] == 150
+    assert json.loads((entry / "facts.json").read_text()).keys() == {"sha256"}
+    assert len(np.load(entry / "labels.npy")) == 150
 
 
 @pytest.mark.parametrize("name", ["features.npy", "labels.npy", "indices.npy", "facts.json"])
@@ -127,6 +130,30 @@ def test_a_lost_or_emptied_file_is_made_again(name, model, source, tmp_path):
         again = extract(model, source, TRANSFORM)
         for part, right in zip((again.vectors, again.labels, again.indices), expected, strict=True):
             assert np.array_equal(part, right)
+
+
+@pytest.mark.parametrize("count", [-1, 10**20, "x", None, 3])
+def test_the_number_of_rows_is_that_of_the_arrays(count, model, source, tmp_path):
+    """What a file beside the arrays says of their length is not believed."""
+    expected = np.array(extract(model, source, TRANSFORM).vectors)
+    file = tmp_path / "cache" / "features" / cache_key(model, source, TRANSFORM) / "facts.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"count": count}))
+    assert np.array_equal(extract(model, source, TRANSFORM).vectors, expected)
+
+
+@pytest.mark.timeout(120)
+def test_an_entry_of_another_kind_is_made_again(model, source, tmp_path):
+    """A folder or a pipe with the name of an array, and a file with the name of the entry, are replaced."""
+    expected = np.array(extract(model, source, TRANSFORM).vectors)
+    entry = tmp_path / "cache" / "features" / cache_key(model, source, TRANSFORM)
+    array = entry / "labels.npy"
+    for damage in (array.mkdir, lambda: os.mkfifo(array), lambda: array.symlink_to("/dev/zero")):
+        array.unlink()
+        damage()
+        assert np.array_equal(extract(model, source, TRANSFORM).vectors, expected)
+    shutil.rmtree(entry)
+    entry.write_text("x")
+    assert np.array_equal(extract(model, source, TRANSFORM).vectors, expected)
 
 
 def test_an_interrupted_extraction_leaves_nothing(model, source, tmp_path):
