@@ -199,7 +199,10 @@ def check_file(path: Path, expected: FileFacts) -> None:
 def check_texts(texts: Mapping[str, Any], step: int) -> None:
     """ValueError unless all that state.json says of the step is the manifest's."""
     state = texts.get("state", {})
-    for where in (state, state.get("progress", {}), {"step": state.get("data", {}).get("next_step", step)}):
+    progress, data = (state.get(part, {}) if isinstance(state, dict) else None for part in ("progress", "data"))
+    if not isinstance(progress, dict) or not isinstance(data, dict):
+        raise ValueError("state.json is not the state of a run")
+    for where in (state, progress, {"step": data.get("next_step", step)}):
         if where.get("step", step) != step:
             raise ValueError(f"manifest.json says step {step}, but state.json says {where['step']!r}")
 
@@ -261,8 +264,12 @@ def restore(
 
 
 def check_moments(moments: Tensors, found: Checkpoint) -> None:
-    """ValueError for a number of updates that a run of so many steps cannot have made."""
+    """ValueError for what no run of so many steps has: other numbers of updates, or means of squares below zero."""
     for key, value in moments.items():
+        whole: Any = value
+        part = whole.to_local() if hasattr(whole, "to_local") else whole  # what this rank has of it
+        if key.endswith("/exp_avg_sq") and bool((part < 0).any()):
+            raise ValueError(f"{found.folder} has a mean of squares below zero in {key}")
         if key.endswith("/step") and not (1 <= float(value) <= found.step and float(value).is_integer()):
             raise ValueError(f"{found.folder} is of step {found.step}, but {key} says {float(value):g} updates")
 
@@ -320,6 +327,8 @@ def optimizer_targets(found: Mapping[str, Spec], optimizer: torch.optim.Optimize
             raise ValueError(f"{key} is {shapes[0]} in the checkpoint and {shapes[1]} in this run")
         if spec.dtype != expected.dtype:
             raise ValueError(f"{key} is {spec.dtype} in the checkpoint and {expected.dtype} in this run")
+    if parameters and not parts and isinstance(optimizer, torch.optim.AdamW):  # SGD may have none
+        raise ValueError("the checkpoint has no optimizer state, which AdamW needs after its first step")
     for name, has in parts.items():
         if has != wanted:
             raise ValueError(

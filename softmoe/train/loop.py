@@ -22,6 +22,7 @@ from softmoe.machine import event_on
 from softmoe.parallel import local
 from softmoe.storage.checkpoint import Checkpoint, Snapshot, copy_tensors, optimizer_tensors
 from softmoe.storage.checkpoint import restore as restore_tensors
+from softmoe.storage.saved import parse_architecture
 from softmoe.train.config import TrainConfig
 from softmoe.train.data import Extract
 from softmoe.train.distributed import process_team
@@ -223,11 +224,14 @@ def contradictions(run: Run, found: Checkpoint) -> list[str]:
     if missing := sorted({*ours, "config", "progress"} - state.keys()):
         raise ValueError(f"{found.folder / 'state.json'} does not say {missing[0]!r}, as that of every checkpoint does")
     changed = differences(TrainConfig.from_dict(state["config"]), run.config, found.step)
-    return changed + [
+    changed = changed or [
         f"{key} of {found.folder.name}: {state[key]!r:.200} -> {value!r:.200}"
         for key, value in ours.items()
         if state[key] != value
     ]
+    if not changed and parse_architecture(found.texts.get("config", {})) != run.model.config:
+        raise ValueError(f"{found.folder / 'config.json'} describes another model than this run's")
+    return changed
 
 
 def identity(run: Run, step: int) -> dict[str, Any]:

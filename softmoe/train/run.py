@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -85,15 +86,28 @@ class TrainState:
         }
         if not isinstance(said, dict) or said.keys() - kinds.keys():
             raise ValueError("state.json: its progress is none of a training run")
-        for name, value in said.items():
+        step = said.get("step")
+        for name, value in [("step", step), *said.items()]:
             whole = isinstance(value, bool) == (kinds[name] is bool)  # True is an int for Python
-            odd = (isinstance(value, int) and value < 0) or (isinstance(value, float) and not math.isfinite(value))
-            if not isinstance(value, kinds[name]) or not whole or odd:
+            kept = isinstance(value, kinds[name]) and whole
+            if kinds[name] is int:  # nothing is counted more often than there were steps
+                kept = kept and 0 <= value <= step
+            elif isinstance(value, (int, float)):
+                kept = kept and abs(value) <= sys.float_info.max
+            if not kept:
                 raise ValueError(f"state.json: progress.{name} cannot be {value!r:.100}")
-        best = said.get("best")
-        if best is not None and (type(best.get("step")), type(best.get("value"))) not in ((int, float), (int, int)):
+        best, evaluation = said.get("best"), said.get("evaluation")
+        if best is not None and not (type(best.get("step")) is int and _are_numbers({"value": best.get("value")})):
             raise ValueError("state.json: progress.best has no step and value")
+        if evaluation is not None and not _are_numbers(evaluation.get("numbers")):
+            raise ValueError("state.json: progress.evaluation has no numbers")
+        if not _are_numbers(said.get("objective_sums", {})):
+            raise ValueError("state.json: progress.objective_sums holds other things than numbers")
         return cls(**said)
+
+
+def _are_numbers(said: Any) -> bool:
+    return isinstance(said, dict) and all(type(value) in (int, float) for value in said.values())
 
 
 ASYNC_DEVICES = ("cuda",)

@@ -93,6 +93,8 @@ def test_moments_that_do_not_fit(tmp_path: Path, settings: dict, change: Callabl
     ("change", "words"),
     [
         (lambda t: t.pop("weight/exp_avg_sq"), "no weight/exp_avg_sq, which AdamW needs"),
+        (lambda t: t.clear(), "no optimizer state, which AdamW needs"),
+        (lambda t: t["weight/exp_avg_sq"].sub_(9), "mean of squares below zero in weight/exp_avg_sq"),
         (lambda t: t.update({"bias/step": torch.tensor(7.0)}), "of step 2, but bias/step says 7 updates"),
         (lambda t: t.update({"bias/step": torch.tensor(-1.0)}), "says -1 updates"),
         (lambda t: t.update({"bias/step": torch.ones(2)}), r"bias/step is \[2\] in the checkpoint and \[\]"),

@@ -192,7 +192,7 @@ def test_a_changed_config_json_is_found(make_config, key: str, value: float):
     [
         ("seed", 5, "seed of step_00000002: 5 -> 0"),
         ("data", {"next_step": 2, "fingerprint": "0" * 64}, "data of step_00000002: .*0000'} -> "),
-        ("data", 7, "data of step_00000002: 7 -> "),
+        ("data", 7, "none of the 1 checkpoints"),
         ("classes", ["x"], r"classes of step_00000002: \['x'\] -> \["),
         ("classes", [], r"classes of step_00000002: \[\] -> \["),
         ("config", None, "does not say 'config'"),
@@ -209,6 +209,19 @@ def test_a_forged_state_json_is_found(make_config, key: str, value: Any, words: 
     del texts["state"][key]
     if value is not None:
         texts["state"][key] = value
+    write_texts(folder, 2, texts, {path.name: FileFacts.of(path) for path in folder.glob("*.safetensors")})
+    with pytest.raises(ValueError, match=words):
+        train(config)
+
+
+@pytest.mark.parametrize(("change", "words"), [({"depth": 7}, "another model"), ({"depth": "x"}, "depth")])
+def test_a_forged_model_in_a_checkpoint_is_found(make_config, change: dict[str, Any], words: str):
+    """The config.json of a checkpoint, by which others open it, describes the model of the run."""
+    config = make_config(steps=2)
+    train(config)
+    folder = RunFolder.of(config).checkpoints / "step_00000002"
+    texts = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json") if path.stem != "manifest"}
+    texts["config"] |= change
     write_texts(folder, 2, texts, {path.name: FileFacts.of(path) for path in folder.glob("*.safetensors")})
     with pytest.raises(ValueError, match=words):
         train(config)

@@ -237,12 +237,24 @@ def test_what_is_printed_is_of_what_was_exported(tmp_path: Path, monkeypatch, ca
         {"device_seconds": math.inf},
         {"best": {"step": "x"}},
         {"best": {"step": 1}},
+        {"best": {"step": 1, "value": "x"}},
+        {"evaluation": {}},
+        {"evaluation": {"step": 1, "numbers": 5}},
+        {"evaluation": {"step": 1, "numbers": {"val/loss": "x"}}},
+        {"objective_sums": {"x": "y"}},
+        {"objective_sums": {"x": True}},
+        {"good_steps": 4},
+        {"skipped": 10**400},
+        {"loss_sum": 10**400},
+        {"stale": 10**9},
     ],
-    ids=str,
+    ids=lambda said: str(said)[:60],
 )
 def test_progress_of_the_wrong_kind_is_refused(said: Any):
     """A checkpoint's progress holds what a run counts, each in its own kind, or it is not used at all."""
     with pytest.raises(ValueError, match=r"state\.json"):
-        TrainState.read(said)
+        TrainState.read({"step": 3} | said if isinstance(said, dict) else said)
+    with pytest.raises(ValueError, match=r"state\.json: progress.step cannot be None"):
+        TrainState.read({})
     good = TrainState(step=3, loss_sum=2.5, best={"step": 1, "value": 0.5})
     assert TrainState.read(vars(good)) == good
