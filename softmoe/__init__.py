@@ -34,10 +34,11 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from softmoe.api import finetune
     from softmoe.budget import cost
+    from softmoe.convert import from_pretrained
     from softmoe.evaluate import fewshot, predict
     from softmoe.models import create_model, list_models
     from softmoe.moe import SoftMoE
-    from softmoe.storage import from_pretrained, hub, save_pretrained
+    from softmoe.storage import hub, save_pretrained
     from softmoe.storage.hub import push_to_hub
     from softmoe.transfer import upcycle, upcycle_
 
@@ -51,7 +52,7 @@ _HOME = {
     "finetune": "softmoe.api",
     "fewshot": "softmoe.evaluate",
     "predict": "softmoe.evaluate",
-    "from_pretrained": "softmoe.storage",
+    "from_pretrained": "softmoe.convert",
     "hub": "softmoe.storage",
     "push_to_hub": "softmoe.storage.hub",
     "save_pretrained": "softmoe.storage",

@@ -29,12 +29,12 @@ from softmoe.bench.cases import Contender, train_step
 from softmoe.bench.report import Check, lines_of, without_user
 from softmoe.bench.timing import Work, allocated_by, interleave, measure_roofline, on_cuda
 from softmoe.budget import cost
+from softmoe.convert import from_pretrained
 from softmoe.data import TransformConfig
 from softmoe.machine import Precision, choose_precision
 from softmoe.models import create_model
 from softmoe.moe import Experts, MoE
 from softmoe.moe.routing import ROUTERS
-from softmoe.storage import from_pretrained
 from softmoe.train import (
     CheckpointSection,
     DataSection,

@@ -8,8 +8,9 @@ timm's config.json (pretrained_cfg), Hugging Face's with preprocessor_config.jso
 activation, image size, pooling, and the mean and std of the pixels. Nothing pickled is opened.
 """
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from torch import Tensor
 
 from softmoe.convert.timm import from_timm, read_safetensors, read_tensors
 from softmoe.convert.vit import from_vit
-from softmoe.models import VisionTransformer, ViTConfig
+from softmoe.machine import choose_device
+from softmoe.models import VisionTransformer
+from softmoe.models.config import check_same_function
 from softmoe.models.conventions import POOLS
-from softmoe.storage import Preprocessing, SavedModel, from_pretrained, hub
+from softmoe.storage import Preprocessing, SavedModel, hub, load_saved, open_saved
 from softmoe.storage.adapters import inherited
 from softmoe.storage.files import check_names, first_line, read_json, sha256
 from softmoe.storage.saved import is_saved
@@ -64,11 +67,8 @@ def hash_once(path: Path, _changed: int) -> str:
 
 
 def open_foreign(where: str | Path, **options: Any) -> Foreign | None:
-    """Read the model in a file, a folder or on the Hub; None if it is saved by softmoe itself.
-
-    `options` are arguments of `from_timm` (heads, activation, image_size, mean, std, pool, norm_eps): they take
-    precedence over the settings beside the weights.
-    """
+    """Read the model in a file, a folder or on the Hub; None if it is saved by softmoe itself. `options` are arguments
+    of `from_timm` (heads, mean, std, ...), which take precedence over the settings beside the weights."""
     address, more = split_options(str(where))
     options = more | options
     place = locate(address)
@@ -154,8 +154,8 @@ _OPTION_PARSERS: dict[str, Any] = {
 
 
 def locate(address: str) -> Path | None:
-    """Find the file or folder of another library's weights; None for a model that `from_pretrained` opens."""
-    path = Path(address).expanduser()
+    """Find the file or folder of another library's weights; None for a model that `open_saved` opens."""
+    path = Path(os.path.expanduser(address))  # as it is, where there is no such home
     if path.is_dir():
         return path if is_foreign(path) else None
     if path.suffix in PICKLES:
@@ -301,22 +301,42 @@ def pair(size: Any) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
 
 
-_FUNCTION = ("patch_size", "width", "depth", "mlp_dim", "heads", "pool", "positions", "qk_norm", "activation")
-_PARTS = ("representation_size", "registers", "layer_scale", "pre_norm", "pool_norm", "norm_eps")
-_ROUTING = ("router", "num_experts", "slots_per_expert", "normalize", "keep_mlp")
+def from_pretrained(
+    where: str | Path,
+    device: str | torch.device = "cpu",
+    *,
+    num_classes: int | None = None,
+    dtype: torch.dtype | None = None,
+    verify: bool = True,
+    revision: str | None = None,
+    **options: Any,
+) -> VisionTransformer:
+    """Load a saved model, a run, a model on the Hub (`user/name`) or others' weights, in evaluation mode.
+
+    Another `num_classes` than the model's gives it a fresh head, 0 none. Of two towers it is the image tower (both:
+    `softmoe.evaluate.load_towers`). `device="meta"` gives the shapes alone, `dtype` converts; `verify=False` skips the
+    checksums and the look for NaN, never the names, shapes and types. `options` are what a file of others' weights
+    does not tell: mean, std, heads, activation, image_size, pool, norm_eps.
+    """
+    if revision is not None and not os.path.exists(os.path.expanduser(where)):
+        where = hub.download(str(where), revision)
+    if found := open_foreign(where, **options):
+        model = found.model.to(choose_device(str(device)), dtype)
+    else:
+        model = load_saved(open_saved(where), device, dtype=dtype, verify=verify)
+    if num_classes is not None and num_classes != model.num_classes:
+        model.reset_classifier(num_classes)
+    return model.eval()
 
 
-def read_model(where: str | Path, *, device: str | torch.device = "cpu", **options: Any) -> VisionTransformer:
-    """Read a model of ours by `from_pretrained`, or one of another library by `open_foreign` with its `options`."""
-    found = open_foreign(where, **options)
-    return from_pretrained(where, device) if found is None else found.model.to(device)
+read_model = from_pretrained
 
 
 @torch.no_grad()
 def starting_weights(model: VisionTransformer, weights: str | Path, *, new_head: bool = True) -> dict[str, Tensor]:
     """Return the state of `model` with the weights of a saved one, its positions resampled to the model's grid. Both
     must be alike but for image size and classes. Experts beside the MLPs of a dense model keep their fresh weights."""
-    source = read_model(weights)
+    source = from_pretrained(weights)
     check_same_function(source.config, model.config, str(weights))
     state = model.state_dict() | inherited(model, source)
     if new_head:
@@ -327,24 +347,3 @@ def starting_weights(model: VisionTransformer, weights: str | Path, *, new_head:
             f"{model.config.num_classes or 'none'}: start with a new head (model.new_head)"
         )
     return state | {name: value for name, value in source.state_dict().items() if name.startswith("head.")}
-
-
-def check_same_function(old: ViTConfig, new: ViTConfig, name: str) -> None:
-    """Raise a ValueError that names every difference between two architectures, if there is one."""
-    if old.moe is None and new.moe is not None and new.moe.keep_mlp:
-        new = replace(new, moe=None)
-    before, after = weight_facts(old), weight_facts(new)
-    differences = [
-        f"{key} {before.get(key)} and {after.get(key)}" for key in before | after if before.get(key) != after.get(key)
-    ]
-    if differences:
-        raise ValueError(f"the weights in {name} are of another model than this run's: {'; '.join(differences)}")
-
-
-def weight_facts(config: ViTConfig) -> dict[str, Any]:
-    """Return the settings on which the names, shapes and meaning of the weights depend."""
-    facts = {key: getattr(config, key) for key in (*_FUNCTION, *_PARTS)}
-    if config.moe is not None:
-        facts |= {key: value for key, value in config.moe.to_dict().items() if key in _ROUTING}
-        facts |= {"blocks": config.moe_blocks, "expert_dim": config.moe.hidden_dim(config.mlp_dim)}
-    return facts

@@ -27,7 +27,7 @@ from softmoe.inference.layers import KERNEL, WEIGHTS, ByteDense, PreparedExperts
 from softmoe.models import VisionTransformer
 from softmoe.models.transformer import MLP, Attention, Block
 from softmoe.moe import Experts, ExpertsBeside, MoE, Router, SoftRouter
-from softmoe.storage import from_pretrained
+from softmoe.storage import load_saved, open_saved
 
 LARGEST_ERROR: dict[str, float] = {
     "float32": 1e-4,
@@ -84,7 +84,7 @@ def open_mapped(where: str | Path, *, verify: bool = False) -> VisionTransformer
 
     `verify=True` first reads the whole file to check its hash; names, shapes and types are checked in any case.
     """
-    model = prepare(from_pretrained(where, verify=verify), copy_weights=False)
+    model = prepare(load_saved(open_saved(where), verify=verify), copy_weights=False)
     for block in model.encoder.blocks:
         block.register_forward_hook(_release_pages)
     return model

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, get_type_hints
 
 from torch import nn
@@ -292,3 +292,29 @@ class TwoTowerConfig:
 
 def tower_dict(tower: ViTConfig | TextConfig) -> dict[str, Any]:
     return asdict(tower) | {"moe": tower.moe and tower.moe.to_dict()}
+
+
+_FUNCTION = ("patch_size", "width", "depth", "mlp_dim", "heads", "pool", "positions", "qk_norm", "activation")
+_PARTS = ("representation_size", "registers", "layer_scale", "pre_norm", "pool_norm", "norm_eps")
+_ROUTING = ("router", "num_experts", "slots_per_expert", "normalize", "keep_mlp")
+
+
+def check_same_function(old: ViTConfig, new: ViTConfig, name: str) -> None:
+    """Raise a ValueError that names every difference between two architectures, if there is one."""
+    if old.moe is None and new.moe is not None and new.moe.keep_mlp:
+        new = replace(new, moe=None)
+    before, after = weight_facts(old), weight_facts(new)
+    differences = [
+        f"{key} {before.get(key)} and {after.get(key)}" for key in before | after if before.get(key) != after.get(key)
+    ]
+    if differences:
+        raise ValueError(f"the weights in {name} are of another model than this run's: {'; '.join(differences)}")
+
+
+def weight_facts(config: ViTConfig) -> dict[str, Any]:
+    """Return the settings on which the names, shapes and meaning of the weights depend."""
+    facts = {key: getattr(config, key) for key in (*_FUNCTION, *_PARTS)}
+    if config.moe is not None:
+        facts |= {key: value for key, value in config.moe.to_dict().items() if key in _ROUTING}
+        facts |= {"blocks": config.moe_blocks, "expert_dim": config.moe.hidden_dim(config.mlp_dim)}
+    return facts

@@ -1,11 +1,11 @@
-"""The interface of timm's vision transformers, so that code written for those takes our models too.
+"""The interfaces of timm's vision transformers and of the Hugging Face Hub's models, so that code for those takes ours.
 
 Letters: B images, M tokens, D width.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 
@@ -13,6 +13,29 @@ from softmoe.models.heads import Head
 
 POOLS = {"avg": "mean", "token": "class", "map": "attention"}
 """Our names of pools, by timm's."""
+
+
+class HubInterface(nn.Module):
+    """The methods of huggingface_hub's PyTorchModelHubMixin: each is the function `softmoe` has under its name."""
+
+    def save_pretrained(self, folder: Any, **facts: Any) -> Any:
+        """Write the model into a folder with its config.json and card, as `softmoe.save_pretrained` does."""
+        from softmoe.storage import save_pretrained
+
+        return save_pretrained(self, folder, **facts)
+
+    def push_to_hub(self, name: str, **options: Any) -> str:
+        """Put the model on the Hub under `user/name`, as `softmoe.push_to_hub` does, and return its address."""
+        from softmoe.storage.hub import push_to_hub
+
+        return push_to_hub(self, name, **options)
+
+    @classmethod
+    def from_pretrained(cls, where: Any, *arguments: Any, **options: Any) -> Self:
+        """Load a model from a folder or the Hub, as `softmoe.from_pretrained` does; `num_classes` gives a new head."""
+        from softmoe.convert import from_pretrained
+
+        return from_pretrained(where, *arguments, **options)  # pyright: ignore[reportReturnType]
 
 
 class TimmInterface(nn.Module):
@@ -49,6 +72,8 @@ class TimmInterface(nn.Module):
         """Replace the head by a new one for so many classes; 0 removes it."""
         if global_pool is not None and POOLS.get(global_pool, global_pool) != self.config.pool:
             raise ValueError(f"the pool of a trained model stays {self.config.pool!r}, so it cannot be {global_pool!r}")
+        if num_classes < 0:
+            raise ValueError(f"num_classes must be at least 0, which is no head, got {num_classes}")
         like = next(self.parameters())
         self.config = replace(self.config, num_classes=num_classes or None)
         head = Head(self.config.head_width, num_classes) if num_classes else nn.Identity()

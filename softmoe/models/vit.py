@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from softmoe.models.config import TextConfig, ViTConfig
-from softmoe.models.conventions import TimmInterface
+from softmoe.models.conventions import HubInterface, TimmInterface
 from softmoe.models.embed import LearnedPositions, PatchEmbed, SinCosPositions
 from softmoe.models.heads import AttentionPool, FirstPool, Head, LastPool, MeanPool, PreLogits
 from softmoe.models.transformer import MLP, Encoder, PatchMerger
 from softmoe.moe.experts import ACTIVATIONS, normal_
 
 
-class VisionTransformer(TimmInterface):
+class VisionTransformer(TimmInterface, HubInterface):
     """A vision transformer, (B, 3, height, width) in [-1, 1] -> (B, classes) logits, or features without a head.
 
     Any image size of at least one patch works: positions are resampled, slots stay the same.

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from softmoe.storage.adapters import save_adapters
     from softmoe.storage.checkpoint import BrokenCheckpoint, Snapshot, read_checkpoint, write_checkpoint
     from softmoe.storage.preprocessing import Preprocessing
-    from softmoe.storage.pretrained import from_pretrained, load_saved, load_two_tower, save_pretrained, save_tensors
+    from softmoe.storage.pretrained import load_saved, load_two_tower, save_pretrained, save_tensors
     from softmoe.storage.saved import SavedModel, TokenizerFile, open_saved
     from softmoe.storage.store import CheckpointSection, CheckpointStore
 
@@ -20,7 +20,6 @@ __all__ = [
     "SavedModel",
     "Snapshot",
     "TokenizerFile",
-    "from_pretrained",
     "hub",
     "load_saved",
     "load_two_tower",

@@ -86,11 +86,11 @@ def open_base(saved: SavedModel) -> SavedModel | None:
 
 def save_adapters(model: VisionTransformer, folder: str | Path, base: str | Path, **more: Any) -> SavedModel:
     """Write what of `model` is not in `base`, bit for bit. `more` are the options of `save_pretrained`."""
-    from softmoe.storage.pretrained import from_pretrained, save_tensors
+    from softmoe.storage.pretrained import load_saved, save_tensors
     from softmoe.storage.weights import Spec
 
     facts = facts_of_base(base)
-    rest, state = inherited(model, from_pretrained(base)), model.state_dict()
+    rest, state = inherited(model, load_saved(open_saved(base))), model.state_dict()
     own = {name: value for name, value in state.items() if name not in rest or not torch.equal(value, rest[name])}
     more["provenance"] = dict(more.get("provenance") or {}) | {"base": facts}
     specs = {name: Spec.of(value) for name, value in own.items()}

@@ -48,8 +48,16 @@ def download(name: str, revision: str | None = None) -> Path:
         ) from error
 
 
-def upload(folder: str | Path, name: str, *, private: bool = False) -> str:
-    """Put a saved model on the Hub under `user/name` and return its address."""
+def upload(
+    folder: str | Path,
+    name: str,
+    *,
+    private: bool = False,
+    token: str | None = None,
+    commit_message: str | None = None,
+) -> str:
+    """Put a saved model on the Hub under `user/name` and return its address. Without a `token` it is that of
+    `hf auth login`."""
     from softmoe.storage.saved import is_saved, open_saved
 
     if not is_saved(Path(folder)):
@@ -57,11 +65,14 @@ def upload(folder: str | Path, name: str, *, private: bool = False) -> str:
     if not is_id(name):
         raise ValueError(f"the name of a model on the Hub looks like user/name, not {name!r}")
     api, saved = _api("to put a model on the Hub"), open_saved(folder)
+    to: dict[str, Any] = {"repo_id": name, "token": token}
     try:
-        api.create_repo(name, private=private, exist_ok=True)
-        address = str(api.upload_folder(repo_id=name, folder_path=str(folder), allow_patterns=_FILES))
+        api.create_repo(**to, private=private, exist_ok=True)
+        files = {"folder_path": str(folder), "allow_patterns": _FILES}
+        address = str(api.upload_folder(**to, **files, commit_message=commit_message))
         if (saved.folder / "README.md").is_file():
-            api.upload_file(path_or_fileobj=_card_for(saved, name).encode(), path_in_repo="README.md", repo_id=name)
+            card = _card_for(saved, name).encode()
+            api.upload_file(**to, path_or_fileobj=card, path_in_repo="README.md", commit_message=commit_message)
         return address
     except Exception as error:
         raise ValueError(f"the model could not be put on the Hub as {name}: {first_line(error)}") from error
@@ -75,7 +86,15 @@ def _card_for(saved: "SavedModel", name: str) -> str:
     )
 
 
-def push_to_hub(model: Any, name: str, *, private: bool = False, **facts: Any) -> str:
+def push_to_hub(
+    model: Any,
+    name: str,
+    *,
+    private: bool = False,
+    token: str | None = None,
+    commit_message: str | None = None,
+    **facts: Any,
+) -> str:
     """Save a model with its card, put it on the Hub under `user/name` and return its address. `facts` are options of
     save_pretrained (classes, preprocessing, provenance); `softmoe.from_pretrained(name)` reads the model back."""
     from softmoe.storage.pretrained import save_pretrained
@@ -83,7 +102,7 @@ def push_to_hub(model: Any, name: str, *, private: bool = False, **facts: Any) -
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / name.rsplit("/", 1)[-1]
         save_pretrained(model, place, **facts)
-        return upload(place, name, private=private)
+        return upload(place, name, private=private, token=token, commit_message=commit_message)
 
 
 def _api(purpose: str) -> Any:

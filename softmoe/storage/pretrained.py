@@ -36,7 +36,6 @@ from softmoe.storage.saved import (
     SavedModel,
     TokenizerFile,
     is_saved,
-    open_saved,
     parse_architecture,
     split_architecture,
 )
@@ -146,31 +145,16 @@ def save_tensors(
     return saved
 
 
-def from_pretrained(
-    where: str | Path,
-    device: str | torch.device = "cpu",
-    *,
-    dtype: torch.dtype | None = None,
-    verify: bool = True,
-    revision: str | None = None,
-) -> VisionTransformer:
-    """Load the model in a saved folder, a run's folder or on the Hub (`user/name`), in evaluation mode.
-
-    Of two towers it is the image tower, so that all that is done with images works for them too; both, with their
-    tokenizer, come from `softmoe.evaluate.load_towers`.
-    On the CPU the weights are mapped from the file, not copied, until they are written to. `device="meta"` gives
-    the shapes alone. `verify=False` skips the checksums and the look for NaN, never the names, shapes and types.
-    `dtype` converts. Nothing is built before config.json and the files' headers agree. A mapped file must stay as it is
-    while the model is used: one that is cut or overwritten in place ends the process (SIGBUS); `save_pretrained` never
-    does that, it puts a new file in the old one's place. `load_state_dict` of clones makes a model independent of it.
-    """
-    return load_saved(open_saved(where, revision=revision), device, dtype=dtype, verify=verify)
-
-
 def load_saved(
     saved: SavedModel, device: str | torch.device = "cpu", *, dtype: torch.dtype | None = None, verify: bool = True
 ) -> VisionTransformer:
-    """Load the model that was opened, of two towers the image tower. ValueError if the files and config.json differ."""
+    """Load the model that was opened, of two towers the image tower. ValueError if the files and config.json differ.
+
+    On the CPU the weights are mapped from the file, not copied, until they are written to. Nothing is built before
+    config.json and the files' headers agree. A mapped file must stay as it is while the model is used: one that is cut
+    or overwritten in place ends the process (SIGBUS); `save_pretrained` never does that, it puts a new file in the old
+    one's place. `load_state_dict` of clones makes a model independent of it.
+    """
     model = load_whole(saved, device, dtype=dtype, verify=verify)
     return model.image if isinstance(model, TwoTower) else model
 

@@ -100,7 +100,7 @@ class SavedModel:
         return {name: facts.sha256 for name, facts in self.files.items()}
 
 
-def open_saved(where: str | Path, *, revision: str | None = None) -> SavedModel:
+def open_saved(where: str | Path) -> SavedModel:
     """Open the saved model at `where`: its folder, a run's folder, a checkpoint, or a Hub id (user/name).
 
     Of a run: its exported model/ if there is one, else the best checkpoint, else the last. `demo`, where there is no
@@ -110,12 +110,12 @@ def open_saved(where: str | Path, *, revision: str | None = None) -> SavedModel:
     if str(where) == "demo" and not path.exists():
         return read_saved(DEMO)
     if path.is_file():
-        how = "softmoe finetune and upcycle make one of others' weights, softmoe.convert.read_model opens them"
+        how = "softmoe finetune and upcycle make one of others' weights, softmoe.from_pretrained opens them"
         raise ValueError(f"{path} is a file; give the folder of a saved model ({how})")
     if not path.is_dir():
         others = hub.others_there(path)
         if hub.is_id(str(where)) and not others:
-            return read_saved(hub.download(str(where), revision))
+            return read_saved(hub.download(str(where)))
         expected = others or "expected a saved model, a run, or a Hub id such as user/name"
         raise ValueError(f"there is no folder {path}; {expected}")
     for folder in (path, path / "model"):

@@ -11,6 +11,7 @@ from typing import Any
 
 from PIL import Image
 
+from softmoe.convert import from_pretrained
 from softmoe.data import Transform, open_source
 from softmoe.evaluate import load, predict
 from softmoe.evaluate.inputs import random_subset
@@ -19,7 +20,6 @@ from softmoe.inspection.page import write_inspection, write_page
 from softmoe.recipes import quickstart, quickstart_dense
 from softmoe.report import RunRecord, load_run, write_report
 from softmoe.report.runs import comparison, save_png
-from softmoe.storage import from_pretrained
 from softmoe.studies.catalog.controls import CLAIMS, METHODS, draw_gains
 from softmoe.studies.driver import Store, execute, outcome_text
 from softmoe.studies.jobs import Job, Stopped, Training

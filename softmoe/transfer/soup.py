@@ -17,8 +17,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from softmoe.convert.foreign import weight_facts
 from softmoe.models import VisionTransformer
+from softmoe.models.config import weight_facts
 from softmoe.storage import SavedModel, load_saved, open_saved, save_tensors
 from softmoe.storage.weights import Spec, WeightFiles, check_files
 

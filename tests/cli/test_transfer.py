@@ -10,8 +10,9 @@ from safetensors.torch import save_file
 
 from softmoe import save_pretrained
 from softmoe.cli import main
+from softmoe.convert import from_pretrained
 from softmoe.models import VisionTransformer, ViTConfig
-from softmoe.storage import from_pretrained, open_saved
+from softmoe.storage import open_saved
 
 SHAPE = ViTConfig(image_size=16, patch_size=4, width=16, depth=2, mlp_dim=16, heads=2, num_classes=7)
 SETTINGS = {"steps": 2, "data.batch-size": 4, "data.workers": 0, "schedule.warmup": 0, "evaluation.examples": 8}

@@ -15,7 +15,8 @@ from towers import HuggingFaceDinov2, HuggingFaceTower, HuggingFaceViT, OpenClip
 
 from softmoe import save_pretrained
 from softmoe.convert import foreign
-from softmoe.convert.foreign import from_timm_config, open_foreign, read_model
+from softmoe.convert.foreign import from_pretrained, from_timm_config, open_foreign
+from softmoe.models import VisionTransformer
 
 IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
 tanh_gelu = partial(F.gelu, approximate="tanh")
@@ -187,8 +188,16 @@ def test_mistakes(where: str, words: str, tmp_path: Path):
     write(tmp_path / "broken", Timm(), config={"architecture": "vit", "pretrained_cfg": {"input_size": 3}})
     write(tmp_path / "pooled", Timm(), config=TIMM | {"global_pool": "avgmax"})
     with pytest.raises(ValueError, match=words) as error:
-        read_model(f"{tmp_path}/{where}")
+        from_pretrained(f"{tmp_path}/{where}")
     assert "\n" not in str(error.value)
+
+
+def test_a_new_head(tmp_path: Path):
+    """Others' weights are loaded like ours: with another number of classes, in another precision, by the class too."""
+    file = write(tmp_path, Timm(), "vit.safetensors") / "vit.safetensors"
+    model = VisionTransformer.from_pretrained(file, mean=0.5, std=0.5, heads=2, num_classes=7, dtype=torch.float64)
+    assert model(torch.zeros(1, 3, *model.config.image_shape).double()).shape == (1, 7)
+    assert from_pretrained(f"{file}?mean=0.5&std=0.5&heads=2", "meta", num_classes=7).head.weight.is_meta
 
 
 def test_ours_are_not_foreign(tmp_path: Path):
@@ -197,9 +206,9 @@ def test_ours_are_not_foreign(tmp_path: Path):
     assert found is not None
     save_pretrained(found.model, tmp_path / "ours")
     assert open_foreign(tmp_path / "ours") is None
-    assert read_model(tmp_path / "ours").config == found.model.config
+    assert from_pretrained(tmp_path / "ours").config == found.model.config
     with pytest.raises(ValueError, match="heads can be given for files of others' weights only"):
-        read_model(tmp_path / "ours", heads=2)
+        from_pretrained(tmp_path / "ours", heads=2)
 
 
 @pytest.mark.timeout(300)
@@ -214,5 +223,5 @@ def test_hostile_folders(tmp_path: Path):
     write(tmp_path / "pixels", Timm(), config=TIMM | {"pretrained_cfg": endless})
     for name, words in {"twice": "is in two files", "pipe": "not a plain file", "pixels": "finite numbers"}.items():
         with pytest.raises(ValueError, match=words) as error:
-            read_model(tmp_path / name)
+            from_pretrained(tmp_path / name)
         assert "\n" not in str(error.value)

@@ -9,8 +9,8 @@ import torch
 from parallel.ranks import start_ranks
 from parallel.trouble import make_config, train_rank
 
+from softmoe.convert import from_pretrained
 from softmoe.machine import bfloat16_works
-from softmoe.storage import from_pretrained
 from softmoe.storage.checkpoint import read_checkpoint
 from softmoe.train import OptimSection, ParallelSection, train
 from softmoe.train.folder import RunFolder, write_model

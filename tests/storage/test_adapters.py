@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from softmoe.convert import from_pretrained
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
-from softmoe.storage import from_pretrained, open_saved, save_adapters, save_pretrained
+from softmoe.storage import open_saved, save_adapters, save_pretrained
 
 BASE = ViTConfig(image_size=16, patch_size=4, width=8, depth=2, mlp_dim=12, heads=2, num_classes=3)
 BESIDE = replace(

@@ -67,7 +67,9 @@ def test_missing_folder(tmp_path):
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "is not a saved model")
     (tmp_path / "empty" / "config.json").write_text('{"model_type": "vit"}')
-    refused(tmp_path / "empty", "is not a saved model")
+    with pytest.raises(ValueError, match="is not a saved model"):
+        open_saved(tmp_path / "empty")
+    refused(tmp_path / "empty", "has no safetensors file")
 
 
 def test_a_mistyped_run(tmp_path, monkeypatch, saved):
@@ -120,7 +122,7 @@ def test_hub_upload(monkeypatch, saved, tmp_path):
     """Only a saved model goes up, and only its own files; its card calls it by the name it has there."""
     calls = []
     api = types.SimpleNamespace(
-        create_repo=lambda name, **options: calls.append(("create", name)),
+        create_repo=lambda repo_id, **options: calls.append(("create", repo_id)),
         upload_folder=lambda **options: calls.append(("upload", options["folder_path"])) or "https://there",
         upload_file=lambda **options: calls.append((options["path_in_repo"], options["path_or_fileobj"].decode())),
     )
@@ -161,8 +163,10 @@ def test_push_to_hub(monkeypatch, tmp_path):
     """A model goes up with its card in one call, and nothing of it stays behind."""
     seen = {}
 
-    def upload_folder(repo_id, folder_path, allow_patterns):
-        seen.update(name=repo_id, files=sorted(p.name for p in Path(folder_path).iterdir()))
+    def upload_folder(repo_id, folder_path, allow_patterns, token, commit_message):
+        seen.update(
+            name=repo_id, told=(token, commit_message), files=sorted(p.name for p in Path(folder_path).iterdir())
+        )
         assert open_saved(folder_path).classes == ("0", "1", "2", "3", "4")
         assert not pickles_among(allow_patterns)
         return f"https://hub/{repo_id}"
@@ -170,8 +174,40 @@ def test_push_to_hub(monkeypatch, tmp_path):
     nothing = lambda *a, **o: None  # noqa: E731
     stand_in = types.SimpleNamespace(create_repo=nothing, upload_folder=upload_folder, upload_file=nothing)
     monkeypatch.setitem(sys.modules, "huggingface_hub", stand_in)
-    assert softmoe.push_to_hub(tiny(), "user/name", classes=[str(i) for i in range(5)]) == "https://hub/user/name"
-    assert seen == {"name": "user/name", "files": ["README.md", "config.json", "model.safetensors"]}
+    names = [str(i) for i in range(5)]
+    assert softmoe.push_to_hub(tiny(), "user/name", classes=names) == "https://hub/user/name"
+    files = ["README.md", "config.json", "model.safetensors"]
+    assert seen == {"name": "user/name", "told": (None, None), "files": files}
+    said = {"token": "mine", "commit_message": "longer training"}
+    assert tiny().push_to_hub("user/other", private=True, classes=names, **said) == "https://hub/user/other"
+    assert seen == {"name": "user/other", "told": ("mine", "longer training"), "files": files}
+
+
+def test_methods_of_a_model(tmp_path):
+    """A model saves itself and its class loads it, as those of the Hub's mixin do, to the same bits and facts."""
+    model, images = tiny().eval(), torch.randn(2, 3, 32, 32)
+    saved = model.save_pretrained(tmp_path / "model", classes=["a", "b", "c", "d", "e"])
+    assert open_saved(tmp_path / "model") == saved
+    again = softmoe.models.VisionTransformer.from_pretrained(tmp_path / "model")
+    assert torch.equal(again(images), model(images))
+    compiled = torch.compile(model, backend="eager")
+    compiled.save_pretrained(tmp_path / "compiled")
+    assert torch.equal(softmoe.from_pretrained(tmp_path / "compiled")(images), model(images))
+
+
+def test_another_number_of_classes(saved):
+    """`num_classes` gives a fresh head where it differs, none for 0, and leaves the features as they are."""
+    model, images = softmoe.from_pretrained(saved), torch.randn(2, 3, 32, 32)
+    assert torch.equal(softmoe.from_pretrained(saved, num_classes=5)(images), model(images))
+    features = model.forward_features(images)
+    for number, shape in ((7, (2, 7)), (0, (2, model.num_features))):
+        other = softmoe.models.VisionTransformer.from_pretrained(saved, num_classes=number, dtype=torch.float64)
+        assert other(images.double()).shape == shape
+        assert other.config.num_classes == (number or None)
+        assert not any(module.training for module in other.modules())
+        torch.testing.assert_close(other.forward_features(images.double()).float(), features, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match="num_classes must be at least 0"):
+        softmoe.from_pretrained(saved, num_classes=-1)
 
 
 def test_a_foreign_mixin_takes_the_layer(tmp_path):

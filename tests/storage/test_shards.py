@@ -10,7 +10,7 @@ from parallel import checks
 from parallel.ranks import run_ranks
 from safetensors.torch import save_file
 
-from softmoe.storage import from_pretrained
+from softmoe.convert import from_pretrained
 from softmoe.storage.checkpoint import Checkpoint, fill, optimizer_targets, tensor_specs
 from softmoe.storage.shards import part_specs, save_parts
 

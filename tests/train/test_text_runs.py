@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from softmoe.convert import from_pretrained
 from softmoe.data import open_source, some_captions, train_tokenizer
 from softmoe.evaluate import extract, load_towers
-from softmoe.storage import from_pretrained
 from softmoe.storage.checkpoint import read_checkpoint
 from softmoe.train import TextSection, TrainConfig, train
 from softmoe.train.folder import write_model

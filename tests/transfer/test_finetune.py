@@ -11,11 +11,12 @@ from routers import moe_of
 from safetensors.torch import save_file
 
 from softmoe import save_pretrained
+from softmoe.convert import from_pretrained
 from softmoe.evaluate.features import Features
 from softmoe.evaluate.ridge import Ridge
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
 from softmoe.moe.routing import ROUTERS
-from softmoe.storage import from_pretrained, open_saved
+from softmoe.storage import open_saved
 from softmoe.train import OptimSection, train
 from softmoe.train.folder import write_model
 from softmoe.train.optim import parameter_groups

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from softmoe import save_pretrained
+from softmoe.convert import from_pretrained
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
-from softmoe.storage import from_pretrained
 from softmoe.transfer.soup import greedy_soup, soup
 
 SHAPE = ViTConfig(

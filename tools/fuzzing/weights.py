@@ -74,16 +74,16 @@ def weight_make(rng: random.Random, seeds: list[tuple[str, Any]]) -> Case:
 
 
 def weight_run(case: Case, folder: Path, _: Any) -> str:
-    from softmoe.convert.foreign import read_model
+    from softmoe.convert.foreign import from_pretrained
 
     (name,) = case.files
     path = case.write(folder) / name
     try:
-        model = read_model(path, mean=0.5, std=0.5)
+        model = from_pretrained(path, mean=0.5, std=0.5)
     except ValueError as error:
         if "tell all but image_size" not in str(error):
             raise
-        model = read_model(path)
+        model = from_pretrained(path)
     for key, tensor in model.state_dict().items():
         if not tensor.isfinite().all():
             raise Wrong(f"{key} holds values that are no finite numbers")
