@@ -104,7 +104,7 @@ class EvaluationSection:
     examples: int | None = None
     """Evaluate on this many validation images only."""
     best: str = "val/top1"
-    """The number whose largest value marks the best checkpoint."""
+    """The number whose largest value marks the best checkpoint; of equal ones it is that of the lower loss."""
     patience: int | None = None
     """Stop early after so many evaluations in a row without a better one; None never stops early."""
     fewshot: str | None = None

@@ -196,10 +196,14 @@ class Progress:
 def progress_line(
     step: int, steps: int, loss: float, rate: float, images_per_second: float, peak_share: float, left: float
 ) -> str:
-    """Format the progress line. Before the second step the speed is not known, and NaN; the peak may never be."""
+    """Format the progress line. Before the second step the speed is not known, and NaN; the peak may never be.
+
+    A step that is faster than the peak says that other work took the processor while the peak was measured: the share
+    is not known then, and left out.
+    """
     if math.isnan(images_per_second):
         return f"step {step:>{len(str(steps))}}/{steps} | loss {loss:.4f} | lr {rate:.2e}"
-    share = "" if math.isnan(peak_share) else f" | {peak_share:.0%} of peak"
+    share = f" | {peak_share:.0%} of peak" if peak_share <= 1.0 else ""
     speed = f"{images_per_second:,.0f}" if images_per_second >= 100 else f"{images_per_second:.1f}"
     return (
         f"step {step:>{len(str(steps))}}/{steps} | loss {loss:.4f} | lr {rate:.2e} | {speed} images/s{share} | "

@@ -99,6 +99,11 @@ def write_metrics(run: Run, record: dict[str, Any]) -> None:
         sink.write(run.done.step, numbers)
 
 
+def rank(found: dict[str, Any]) -> tuple[float, float]:
+    """Return what orders evaluations: the number, then the loss, since with few images many have the same accuracy."""
+    return found["value"], -found.get("loss", 0.0)
+
+
 def evaluate(run: Run) -> bool:
     """Run the evaluators, on the average of the weights if there is one. Return True if this is the best step so far.
 
@@ -119,10 +124,13 @@ def evaluate(run: Run) -> bool:
     write_metrics(run, {"step": done.step, **numbers, **run.totals()})
     if not run.progress.quiet:
         run.progress.report(f"step {done.step}: " + ", ".join(f"{n} {value:.4f}" for n, value in numbers.items()))
-    improved = not done.bad_in_a_row and (done.best is None or numbers[key] > done.best["value"])
+    loss = f"{key.rpartition('/')[0]}/loss"
+    found = {"step": done.step, "name": key, "value": numbers[key]}
+    found |= {"loss": numbers[loss]} if loss in numbers else {}
+    improved = not done.bad_in_a_row and (done.best is None or rank(found) > rank(done.best))
     done.stale = 0 if improved else done.stale + 1
     if improved:
-        done.best = {"step": done.step, "name": key, "value": numbers[key]}
+        done.best = found
     if not run.team.leads:
         return improved
     try:

@@ -97,8 +97,9 @@ class TrainState:
             if not kept:
                 raise ValueError(f"state.json: progress.{name} cannot be {value!r:.100}")
         best, evaluation = said.get("best"), said.get("evaluation")
-        if best is not None and not (type(best.get("step")) is int and _are_numbers({"value": best.get("value")})):
-            raise ValueError("state.json: progress.best has no step and value")
+        compared = {"value": best.get("value"), "loss": best.get("loss", 0.0)} if best is not None else {}
+        if best is not None and not (type(best.get("step")) is int and _are_numbers(compared)):
+            raise ValueError("state.json: progress.best has no step and value, or a loss that is no number")
         if evaluation is not None and not _are_numbers(evaluation.get("numbers")):
             raise ValueError("state.json: progress.evaluation has no numbers")
         if not _are_numbers(said.get("objective_sums", {})):

@@ -94,6 +94,8 @@ def test_progress_line():
     """Step, loss, learning rate, speed, share of peak and time left."""
     line = progress_line(7, 1000, 2.5, 1e-3, 1234.5, 0.42, 3700.0)
     assert line == "step    7/1000 | loss 2.5000 | lr 1.00e-03 | 1,234 images/s | 42% of peak | 1h01m left"
+    assert progress_line(2, 9, 1.0, 0.1, 50.0, 1.0, 7.0).endswith("| 50.0 images/s | 100% of peak | 7s left")
+    assert progress_line(2, 9, 1.0, 0.1, 50.0, 1.3, 7.0).endswith("| 50.0 images/s | 7s left")
     assert progress_line(1, 1000, 2.5, 0.0, math.nan, 0.4, math.nan) == "step    1/1000 | loss 2.5000 | lr 0.00e+00"
 
 

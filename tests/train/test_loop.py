@@ -139,6 +139,22 @@ def test_evaluators_are_handed_in(make_config):
     assert json.loads(folder.evaluation.read_text()) == {"step": 6, "numbers": {"mine/value": 0.3}, "best": best}
 
 
+def test_of_equal_accuracies_the_lower_loss_is_best(make_config):
+    """With few validation images accuracies are often the same: an early step does not stay the best for that."""
+    found = iter([(0.5, 2.0), (0.5, 1.0), (0.5, 1.5)])
+
+    def score(model: nn.Module, batches: Any) -> dict[str, float]:
+        list(batches)
+        return dict(zip(("value", "loss"), next(found), strict=True))
+
+    config = make_config(**{"evaluation.every": 2, "evaluation.best": "mine/value", "checkpoint.every": 100})
+    train(config, evaluators={"mine": score})
+    folder = RunFolder.of(config)
+    assert read_checkpoint(folder.checkpoints / "best").step == 4
+    best = {"step": 4, "name": "mine/value", "value": 0.5, "loss": 1.0}
+    assert json.loads(folder.evaluation.read_text())["best"] == best
+
+
 def test_a_missing_best_number_is_named(make_config):
     """A typo in evaluation.best lists what there is."""
     with pytest.raises(ValueError, match=r"evaluation.best is 'val/top7', but .* val/top1, val/top5, val/loss"):

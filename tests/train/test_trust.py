@@ -236,6 +236,7 @@ def test_what_is_printed_is_of_what_was_exported(tmp_path: Path, monkeypatch, ca
         {"loss_sum": math.nan},
         {"device_seconds": math.inf},
         {"best": {"step": "x"}},
+        {"best": {}},
         {"best": {"step": 1}},
         {"best": {"step": 1, "value": "x"}},
         {"evaluation": {}},
@@ -247,6 +248,7 @@ def test_what_is_printed_is_of_what_was_exported(tmp_path: Path, monkeypatch, ca
         {"skipped": 10**400},
         {"loss_sum": 10**400},
         {"stale": 10**9},
+        {"best": {"step": 1, "value": 0.5, "loss": "x"}},
     ],
     ids=lambda said: str(said)[:60],
 )
