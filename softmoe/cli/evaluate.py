@@ -103,10 +103,11 @@ def predict_command(argv: list[str]) -> int:
     else:
         for prediction in predictions:
             print(prediction_line(prediction))
-    if a.csv:
-        save_table(a.csv, predictions)
-    if a.features:
-        save_features(a.features, predictions)
+    for path, save in ((a.csv, save_table), (a.features, save_features)):
+        if path is not None:
+            save(path, predictions)
+            if not a.json:
+                print(path)
     for image in unreadable:
         print(f"softmoe: unreadable: {image.name}: {image.reason}", file=sys.stderr)
     return 1 if unreadable else 0

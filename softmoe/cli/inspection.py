@@ -185,7 +185,7 @@ def verdict_summary(verdicts: "list[Verdict]", wrong: int) -> str:
     known = [v.check for v in verdicts if v.wrong is not None]
     left = len(verdicts) - len(known)
     told = f"{wrong} of {len(known)} checks found something wrong" if wrong else "nothing is wrong"
-    return f"{told} ({', '.join(dict.fromkeys(known))})" + (f"; {left} could not be made" if left else "")
+    return f"{told} ({', '.join(dict.fromkeys(known))})" + (f"; {left} could not be judged" if left else "")
 
 
 def verdict_line(v: "Verdict") -> str:

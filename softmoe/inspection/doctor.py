@@ -244,7 +244,8 @@ def examine_accuracy(rows: Rows, classes: int) -> list[Verdict]:
     figure = f"top-1 {found:.1%} at step {last['step']}, chance is {chance:.1%}"
     advice = "the model has learned nothing yet: train longer, check the labels, or try another schedule.peak"
     early = last["step"] < _EARLY
-    verdicts = [Verdict("accuracy", None if early else found < LEARNED * chance, figure, "twice chance", advice)]
+    wait = f"; too early to judge before step {_EARLY}" if early else ""
+    verdicts = [Verdict("accuracy", None if early else found < LEARNED * chance, figure + wait, "twice chance", advice)]
     train = next((row["loss"] for row in reversed(rows) if row.get("loss") is not None), None)
     gap = f"validation loss {last['val/loss']:.3f}, lowest {best['val/loss']:.3f} at step {best['step']}"
     told = gap if train is None else f"{gap}, training loss {train:.3f}"
@@ -254,7 +255,7 @@ def examine_accuracy(rows: Rows, classes: int) -> list[Verdict]:
     )
     over = last["val/loss"] > OVERFIT * best["val/loss"] and train is not None and train < last["val/loss"]
     limit = f"at most {OVERFIT:g} times the lowest"
-    return [*verdicts, Verdict("train and validation", None if early else over, told, limit, advice)]
+    return [*verdicts, Verdict("train and validation", None if early else over, told + wait, limit, advice)]
 
 
 def _skipped(rows: Rows) -> Verdict:

@@ -27,7 +27,19 @@ from softmoe.train import TrainConfig
 from softmoe.train.log import scan_metrics
 
 COLORS = ("#0b6e99", "#d1495b", "#66a182", "#edae49", "#6a4c93", "#444444")
-COLUMNS = ("run", "parameters", "MFLOP/image", "steps", "images", "TFLOP", "seconds", "top-1 %", "top-5 %", "loss")
+COLUMNS = (
+    "run",
+    "parameters",
+    "MFLOP/image",
+    "steps",
+    "images",
+    "TFLOP",
+    "seconds",
+    "best top-1 %",
+    "last top-1 %",
+    "top-5 %",
+    "loss",
+)
 
 
 @dataclass(frozen=True)
@@ -228,6 +240,7 @@ def summary_table(runs: list[RunRecord]) -> list[tuple[str, ...]]:
                 number_cell(run.last("images"), ",.0f"),
                 number_cell(run.last("flops"), ",.1f", 1e-12),
                 number_cell(run.last("device_seconds"), ",.0f"),
+                number_cell(max(run.curve("step", "val/top1")[1], default=None), ".2f", 100),
                 number_cell(run.last("val/top1"), ".2f", 100),
                 number_cell(run.last("val/top5"), ".2f", 100),
                 number_cell(run.last("val/loss"), ".3f"),

@@ -35,6 +35,9 @@ def test_a_run(run, capsys):
     expected = {"bfloat16 on this CPU", "saturated dispatch", "skipped steps", "gradient spikes", "data loading"}
     assert expected <= checks.keys()
     assert checks["gradient spikes"] is None  # two steps are too few
+    (accuracy,) = (v for v in found["verdicts"] if v["check"] == "accuracy")
+    assert accuracy["wrong"] is None
+    assert accuracy["figure"].endswith("; too early to judge before step 100")
     assert code == (1 if any(checks.values()) else 0)
     assert found["wrong"] == sum(value is True for value in checks.values())
 

@@ -105,7 +105,7 @@ def test_without_a_head(images, tmp_path, capsys):
     softmoe.save_pretrained(create_model("vit_ti8", num_classes=None, **TINY), tmp_path / "m")
     out = tmp_path / "vectors.npy"
     assert main(["predict", str(tmp_path / "m"), str(images / "a.png"), "--features", str(out)]) == 0
-    assert capsys.readouterr().out == f"{images / 'a.png'}: 16 features\n"
+    assert capsys.readouterr().out == f"{images / 'a.png'}: 16 features\n{out}\n"
     assert np.load(out).shape == (1, 16)
 
 
@@ -154,12 +154,12 @@ def test_table(model, images, tmp_path, capsys):
     """--csv has a row for each image with classes and probabilities, and is never written over."""
     path = tmp_path / "found.csv"
     assert main(["predict", str(model), str(images), "--top", "2", "--csv", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(path)  # where it is, as the last line
     with path.open(newline="") as file:
         header, *rows = csv.reader(file)
     assert header == ["image", "class_1", "probability_1", "class_2", "probability_2"]
     assert sorted(row[0] for row in rows) == sorted(str(images / name) for name in ("a.png", "b.jpg", "sub/c.png"))
     for row in rows:
         assert float(row[2]) == pytest.approx(float(expected(model, row[0]).max()), abs=1e-5)
-    capsys.readouterr()
     assert main(["predict", str(model), str(images), "--csv", str(path)]) == 2
     assert "is there already" in capsys.readouterr().err

@@ -52,6 +52,9 @@ def test_table_and_differences(runs: list[Path]) -> None:
     table = summary_table(records)
     assert [line[0] for line in table[1:]] == [record.name for record in records]
     assert len({len(line) for line in table_text(table).splitlines()}) == 1
+    for record, line in zip(records, table[1:], strict=True):
+        shown, found = dict(zip(table[0], line, strict=True)), record.curve("step", "val/top1")[1]
+        assert (shown["best top-1 %"], shown["last top-1 %"]) == (f"{100 * max(found):.2f}", f"{100 * found[-1]:.2f}")
     keys = {line[0] for line in differences(records)}
     assert any(key.startswith("model.") for key in keys)
     assert "seed" not in keys
