@@ -69,7 +69,8 @@ def token_and_expert_shares(model: Inspection) -> Any | None:
         experts = np.sort(r["importance"]["experts"])[::-1]
         middle.plot(np.arange(1, len(experts) + 1), experts / max(experts[-1], 1e-12), color=color)
     left.axvline(layers[next(iter(layers))]["token_mass"]["mean"], color="#888", ls=":", lw=1)
-    left.set(xlim=(0, 4), xlabel="summed dispatch weight of a token", ylabel="tokens up to it (%)")
+    widest = max(line.get_xdata()[-1] for line in left.lines[:-1])
+    left.set(xlim=(0, min(4.0, widest)), xlabel="summed dispatch weight of a token", ylabel="tokens up to it (%)")
     legend(left)
     middle.set(xlabel="experts, most important first", ylabel="mean combine weight / smallest")
     middle.xaxis.get_major_locator().set_params(integer=True)

@@ -18,7 +18,7 @@ from making import HOSTILE, inspection, pixels, tiny_model
 
 from softmoe.data import to_tensor
 from softmoe.inspection import record
-from softmoe.inspection.page import write_page
+from softmoe.inspection.page import write_inspection, write_page
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed to open the page with")
@@ -242,3 +242,26 @@ def test_as_written(models, tmp_path):
     assert 'data-state="ready"' in text
     assert re.search(r'<p id="trouble"[^>]*hidden=""', text)
     assert text.count("<option") >= 2
+
+
+MEASURE = """<script>addEventListener("load", () => {
+  const widths = [...document.querySelectorAll("figure img")].map((picture) => picture.getBoundingClientRect().width);
+  const root = document.documentElement;
+  root.dataset.result = JSON.stringify({ page: root.scrollWidth, window: root.clientWidth, widths });
+});</script>"""
+
+
+def test_figures_at_phone_width(models, tmp_path):
+    """A figure of several panels keeps a width at which its words can be read and scrolls where it is; the page as a
+    whole does not."""
+    pytest.importorskip("matplotlib")
+    about = {"data": "none", "split": "val"}
+    write_inspection([inspection(models[0], "model")], tmp_path, title="figures", about=about)
+    path = tmp_path / "inspect.html"
+    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", path.read_text())
+    path.write_text(text.replace(' loading="lazy"', "").replace("</body>", MEASURE + "</body>"))
+    found = re.search(r'data-result="([^"]*)"', open_page(path, tmp_path, width=390))
+    assert found is not None
+    seen = json.loads(html.unescape(found[1]))
+    assert max(seen["widths"]) > 1.5 * seen["window"]
+    assert seen["page"] == seen["window"]
