@@ -261,7 +261,8 @@ def build(
     report = accelerate.apply(model, optimizer)
     if config.keep_logits_only:
         keep_logits_only(model)
-    progress.report(report.summary())
+    if not progress.quiet:
+        progress.report(report.summary())
     for remark in remarks(config, shape.image if isinstance(shape, TwoTowerConfig) else shape, data.train):
         progress.report(remark)
     objective = objective or default_objective(config, data, device)

@@ -139,6 +139,14 @@ def test_evaluators_are_handed_in(make_config):
     assert json.loads(folder.evaluation.read_text()) == {"step": 6, "numbers": {"mine/value": 0.3}, "best": best}
 
 
+def test_a_quiet_run_says_nothing(make_config, capsys):
+    """Neither progress nor what makes it faster; warnings still come."""
+    train(make_config(steps=2, run_name="quiet"))
+    assert capsys.readouterr() == ("", "")
+    train(make_config(steps=2, run_name="loud", **{"log.quiet": False}))
+    assert "step 2: val/top1" in "".join(capsys.readouterr())
+
+
 def test_of_equal_accuracies_the_lower_loss_is_best(make_config):
     """With few validation images accuracies are often the same: an early step does not stay the best for that."""
     found = iter([(0.5, 2.0), (0.5, 1.0), (0.5, 1.5)])
