@@ -130,7 +130,7 @@ TEMPERATURES = tuple(2.0**i for i in range(-2, 9))
 def refit_head(run: RunFolder, report: Callable[[str], None] = print) -> dict[str, float]:
     """Fit a head in closed form for the finished model of a run; save the model with it if validation is better.
 
-    Returns the validation numbers of the model that is saved in the end.
+    Returns the validation numbers of the model that is saved in the end. A quiet run reports nothing.
     """
     stored = run.stored()
     assert stored is not None
@@ -147,11 +147,13 @@ def refit_head(run: RunFolder, report: Callable[[str], None] = print) -> dict[st
         f"val/{name}": value for name, value in classify(model, data.validation(), config.objective.loss).items()
     }
     better = quality(numbers) > quality(before)
-    report(
+    said = (
         f"head in closed form on {len(features)} training images: top-1 {numbers['val/top1']:.4f} and loss "
         f"{numbers['val/loss']:.4f} on validation images, the trained one {before['val/top1']:.4f} and "
         f"{before['val/loss']:.4f}: {'kept' if better else 'not kept'}"
     )
+    if not config.log.quiet:
+        report(said)
     if not better:
         return before
     made = saved.provenance | {"results": numbers, "head": {"blocks": model.config.head_blocks, "l2": l2}}

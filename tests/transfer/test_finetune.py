@@ -176,7 +176,7 @@ def test_a_head_in_closed_form_is_ridge_regression():
 def test_a_run_ends_with_the_better_head(better, make_config, tmp_path, monkeypatch):
     """The run's model has the head in closed form if that is better on validation images, else the one it learned."""
     saved_model(tmp_path / "old", replace(SHAPE, pool="class"))
-    result = train(transfer_config(make_config(steps=1), tmp_path / "old"))
+    result = train(transfer_config(make_config(steps=1, **{"log.quiet": False}), tmp_path / "old"))
     write_model(result.folder)
     plain = open_saved(result.folder.path)
     numbers = {"top1": 1.0 if better else 0.0, "top5": 1.0, "loss": 0.1 if better else 100.0}
