@@ -22,7 +22,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     **{name: set[str]() for name in ("machine", "ignore_sigint", WRITER)},
     "moe": set(),
     "models": {"moe"},
-    "models.conventions": {"moe", "models", "storage", "convert"},  # save_pretrained and its like, when they are called
     BUILDER: {"machine", WRITER},
     "data": {"machine", BUILDER, WRITER},
     "storage": {"moe", "models", "machine", "__version__"},

@@ -329,9 +329,6 @@ def from_pretrained(
     return model.eval()
 
 
-read_model = from_pretrained
-
-
 @torch.no_grad()
 def starting_weights(model: VisionTransformer, weights: str | Path, *, new_head: bool = True) -> dict[str, Tensor]:
     """Return the state of `model` with the weights of a saved one, its positions resampled to the model's grid. Both

@@ -5,6 +5,7 @@ Letters: B images, M tokens, D width.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -15,27 +16,26 @@ POOLS = {"avg": "mean", "token": "class", "map": "attention"}
 """Our names of pools, by timm's."""
 
 
+def public(name: str) -> Any:
+    """Return what the package offers under this name. It is looked up when called: models need no other room."""
+    return getattr(import_module("softmoe"), name)
+
+
 class HubInterface(nn.Module):
     """The methods of huggingface_hub's PyTorchModelHubMixin: each is the function `softmoe` has under its name."""
 
     def save_pretrained(self, folder: Any, **facts: Any) -> Any:
         """Write the model into a folder with its config.json and card, as `softmoe.save_pretrained` does."""
-        from softmoe.storage import save_pretrained
-
-        return save_pretrained(self, folder, **facts)
+        return public("save_pretrained")(self, folder, **facts)
 
     def push_to_hub(self, name: str, **options: Any) -> str:
         """Put the model on the Hub under `user/name`, as `softmoe.push_to_hub` does, and return its address."""
-        from softmoe.storage.hub import push_to_hub
-
-        return push_to_hub(self, name, **options)
+        return public("push_to_hub")(self, name, **options)
 
     @classmethod
     def from_pretrained(cls, where: Any, *arguments: Any, **options: Any) -> Self:
         """Load a model from a folder or the Hub, as `softmoe.from_pretrained` does; `num_classes` gives a new head."""
-        from softmoe.convert import from_pretrained
-
-        return from_pretrained(where, *arguments, **options)  # pyright: ignore[reportReturnType]
+        return public("from_pretrained")(where, *arguments, **options)
 
 
 class TimmInterface(nn.Module):

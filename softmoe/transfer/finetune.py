@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from softmoe.convert.foreign import locate, open_foreign, read_model, split_options
+from softmoe.convert.foreign import from_pretrained, locate, open_foreign, split_options
 from softmoe.data import Transform
 from softmoe.evaluate.features import Features, extract
 from softmoe.evaluate.inputs import random_subset
@@ -56,7 +56,7 @@ def transfer_config(
     With `adapters` all weights stay as they are but the head and experts beside the MLPs, which are added to a model
     that has none: 16 of hidden width D / 32 in half of the blocks, fewer than 5 % of the weights of a ViT.
     """
-    shape = read_model(weights, device="meta").config
+    shape = from_pretrained(weights, "meta").config
     if adapters:
         check_base(weights, shape)
     size = shape.image_size if image_size is None else image_size
