@@ -29,6 +29,7 @@ DATA   a folder with CLASS/* (a tenth is kept for validation) or with train/CLAS
        training
 
 The head is new, positions are resampled to the image size (any, also HEIGHTxWIDTH), slots stay as they are.
+--refit-head True ends with a head in closed form on four blocks, if that is better on validation images.
 --adapters trains the head and narrow soft experts beside the MLPs, fewer than 5 % of the weights, and saves only them.
 softmoe finetune MODEL DATA --help lists every setting. A stopped run continues with the same command."""
 
