@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Precision = Literal["auto", "bfloat16", "float32", "exact"]
 """The values of --precision; `choose_precision` says what each means."""
 CPUINFO = Path("/proc/cpuinfo")
+MOST_AT_ONCE = 4096  # threads, data workers, batches ahead: more are a slip of the keyboard
 
 
 def prepare_environment() -> None:
@@ -48,6 +49,8 @@ def use_threads(count: int | None) -> None:
         return
     if count < 1:
         raise ValueError(f"threads must be at least 1, got {count}")
+    if count > MOST_AT_ONCE:
+        raise ValueError(f"threads must be at most {MOST_AT_ONCE}, got {count}")
     os.environ["OMP_NUM_THREADS"] = str(count)  # for a torch that is not loaded yet
     if "torch" in sys.modules:
         import torch

@@ -53,13 +53,10 @@ class TransformConfig:
             raise ValueError(f"min_area is a share of the image in (0, 1], not {self.min_area}.")
         if min(self.size) < 1:
             raise ValueError(f"image_size must be positive, not {self.image_size}.")
-        if self.cutmix < 0:
-            raise ValueError(f"cutmix is at least 0, not {self.cutmix}.")
-        if not 0 <= self.erase <= 1 or self.mixup < 0 or self.central_ratio < 1 or self.pad < 0:
-            raise ValueError(
-                "erase is a chance in [0, 1], mixup and pad are at least 0 and central_ratio at least 1, not "
-                f"{self.erase}, {self.mixup}, {self.pad} and {self.central_ratio}."
-            )
+        bounds = {"erase": (0, 1), "mixup": (0, 100), "cutmix": (0, 100), "pad": (0, 1000), "central_ratio": (1, 100)}
+        for name, (least, most) in bounds.items():
+            if not least <= getattr(self, name) <= most:  # also false for NaN
+                raise ValueError(f"{name} is from {least} to {most}, not {getattr(self, name)}.")
         if not 0 <= self.rand_magnitude <= 30 or not 0 <= self.rand_layers <= 100:
             raise ValueError(
                 f"RandAugment takes magnitudes from 0 to 30 and at most 100 layers, not {self.rand_magnitude} and "

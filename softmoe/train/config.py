@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from softmoe.data import TransformConfig
-from softmoe.machine import Precision
+from softmoe.machine import MOST_AT_ONCE, Precision
 from softmoe.storage.files import from_dict
 from softmoe.storage.store import CheckpointSection
 from softmoe.train.model_section import ModelSection, TextSection
@@ -196,6 +196,7 @@ class TrainConfig:
             "data.batch_size": d.batch_size,
             "data.eval_batch_size": d.eval_batch_size,
             "data.buffer_mb": d.buffer_mb,
+            "data.prefetch": d.prefetch,
             "accumulate": self.accumulate,
             "max_bad_steps": self.max_bad_steps,
             "evaluation.every": self.evaluation.every,
@@ -212,6 +213,9 @@ class TrainConfig:
         for name, value in positive.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        for name, value in {"data.workers": d.workers, "data.prefetch": d.prefetch, "threads": self.threads}.items():
+            if isinstance(value, int) and not 0 <= value <= MOST_AT_ONCE:
+                raise ValueError(f"{name} is from 0 to {MOST_AT_ONCE}, not {value}")
         self.check_numbers()
         if d.batch_size % self.accumulate:
             raise ValueError(f"accumulate must divide the batch: {d.batch_size} is not a multiple of {self.accumulate}")

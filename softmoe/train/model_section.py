@@ -7,6 +7,7 @@ from softmoe.models import MoEConfig, TextConfig, TwoTowerConfig, ViTConfig, mod
 from softmoe.models.config import LAYER_OPTIONS, option_names, router_options
 from softmoe.models.registry import SIZES
 from softmoe.storage.files import convert, from_dict
+from softmoe.storage.saved import check_numbers
 
 _NOT_SHAPE = ("name", "router", "weights", "new_head", "refit_head", "adapters", "locked", "options")
 
@@ -90,15 +91,18 @@ class ModelSection:
             **overrides,
         )
         if self.router == "dense":
-            return replace(config, moe=None)
-        if self.router is not None:
+            config, for_experts = replace(config, moe=None), {}
+        elif self.router is not None:
             for_experts["router"] = self.router
         elif for_experts and not config.moe:
             raise ValueError(
                 f"the model {self.name!r} has no experts, but {', '.join(for_experts)} is set: give model.router too, "
                 "or a name such as soft_s16_128e"
             )
-        return replace(config, moe=(config.moe or MoEConfig.of()).change(**for_experts)) if for_experts else config
+        if for_experts:
+            config = replace(config, moe=(config.moe or MoEConfig.of()).change(**for_experts))
+        check_numbers(config.to_dict(), "model")  # so that what is trained can be opened again
+        return config
 
     def change(self, **settings: Any) -> "ModelSection":
         """This section with other settings, those of the router among them. Another router keeps the options it has."""
@@ -187,4 +191,6 @@ class TextSection:
             mask_padding=self.mask_padding,
             moe=moe,
         )
-        return TwoTowerConfig(image, text, self.embed_dim, self.scale_init, self.bias_init)
+        towers = TwoTowerConfig(image, text, self.embed_dim, self.scale_init, self.bias_init)
+        check_numbers(towers.to_dict(), "model")
+        return towers

@@ -98,6 +98,11 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_exported(make_config)
         ("data.max_broken", 2.0),
         ("evaluation.every", 0),
         ("threads", 0),
+        ("threads", 10**20),
+        ("data.workers", -1),
+        ("data.workers", 10**20),
+        ("data.prefetch", 0),
+        ("data.prefetch", 10**20),
         ("ema", math.nan),
     ],
 )
@@ -105,6 +110,16 @@ def test_settings_that_cannot_train(make_config, key: str, value: Any):
     """Negative and infinite rates, decays, norms and factors are refused by name before anything is opened."""
     with pytest.raises(ValueError, match=key.replace(".", r"\.")):
         make_config(**{key: value}).check()
+
+
+@pytest.mark.parametrize("value", [-1, 10**20, 10**400], ids=lambda value: str(value)[:9])
+@pytest.mark.parametrize(
+    "key", ["width", "depth", "mlp_dim", "patch_size", "registers", "num_experts", "expert_dim", "representation_size"]
+)
+def test_sizes_that_no_model_has(make_config, key: str, value: int):
+    """A model that could not be opened again is not built: its sizes are refused before any memory is taken."""
+    with pytest.raises(ValueError, match=key):
+        train(make_config(**{f"model.{key}": value}))
 
 
 @pytest.mark.parametrize("name", ["", "$HOME", "_run", "-run", ".run", "a/b", "a b", "run\n", "a$b"])
