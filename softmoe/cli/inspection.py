@@ -39,7 +39,7 @@ def inspect_command(argv: list[str]) -> int:
     a = parse(InspectArguments, argv, "inspect")
 
     from softmoe.inspection import plots
-    from softmoe.inspection.page import NOTES, layers_text, write_inspection
+    from softmoe.inspection.page import layers_text, notes_of, write_inspection
 
     names = [str(a.model), *([a.compare] if a.compare else [])]
     models = [look(a, name) for name in names]
@@ -48,7 +48,7 @@ def inspect_command(argv: list[str]) -> int:
     written = write_inspection(models, folder, title=title, about={"data": a.data, "split": a.split})
     for model in models:
         print(f"{model.name}: {model.images:,} images\n{layers_text(model)}\n")
-    print("\n".join(f"{columns}: {meaning}" for columns, meaning in NOTES) + "\n")
+    print("\n".join(f"{columns}: {meaning}" for columns, meaning in notes_of(models)) + "\n")
     if not plots.available():
         print("softmoe: no figures were drawn, they need matplotlib: pip install 'softmoe-vit[plots]'", file=sys.stderr)
     for path in written:

@@ -109,7 +109,7 @@ def write_page(
         style=Markup(style),
         data=Markup(safe_json(page_data(models, spent=sum(4 * len(png) // 3 for part in figures for _, png in part)))),
         tables=[{"name": m.name, "header": header(m), "lines": layer_lines(m)} for m in models],
-        notes=NOTES,
+        notes=notes_of(models),
         figures=[
             {"name": m.name, "pictures": [{"caption": c, "source": data_address(png)} for c, png in pictures]}
             for m, pictures in zip(models, figures, strict=False)
@@ -220,6 +220,12 @@ def columns(model: Inspection) -> list[tuple[str, Any, str]]:
 def number_cell(value: float | None, form: str, factor: float = 1.0) -> str:
     """Format a number for a table; a dash where there is none."""
     return "-" if value is None else format(value * factor, form)
+
+
+def notes_of(models: Sequence[Inspection]) -> list[tuple[str, str]]:
+    """Return what the columns mean that the tables of these models have."""
+    shown = {column for model in models for column in header(model)}
+    return [note for note in NOTES if note[0].split(", ")[0] in shown]
 
 
 def layers_text(model: Inspection) -> str:

@@ -8,7 +8,7 @@ import pytest
 from making import HOSTILE, inspection, tiny_model
 
 from softmoe.inspection.collect import Inspection, Sample, Weights, layer_label, logit_table
-from softmoe.inspection.page import safe_json, write_page
+from softmoe.inspection.page import notes_of, safe_json, write_page
 
 
 def data_of(text):
@@ -34,6 +34,15 @@ def test_nothing_is_loaded_from_elsewhere(tmp_path):
     text = write_page([model], tmp_path / "p.html", title="t").read_text()
     assert not re.search(r"(https?|wss?|file):|@import|url\(", text)
     assert all(source.startswith("data:") for source in re.findall(r'(?:src|href)="([^"]*)"', text))
+
+
+def test_notes_are_of_the_columns_that_are_shown():
+    """A reader of soft layers is told nothing of dropped tokens, and one of sparse layers nothing of slots."""
+    soft, sparse = inspection(tiny_model(), "m"), inspection(tiny_model("tokens_choice"), "n")
+    names = {kind: {name for name, _ in notes_of(models)} for kind, models in (("soft", [soft]), ("sparse", [sparse]))}
+    assert "tokens for 90 %" in names["soft"] - names["sparse"]
+    assert "dropped" in names["sparse"] - names["soft"]
+    assert len(notes_of([soft, sparse])) == len(names["soft"] | names["sparse"])
 
 
 def test_shared_pictures_are_kept_once(tmp_path):

@@ -144,7 +144,8 @@ def draw_way(axis: Any, table: Table, way: str, steps: Sequence[Step], number: s
         level = table.where(method=method).mean(number)
         if level is not None:
             axis.axvline(level, color="#888888", ls=":", lw=1)
-            axis.annotate(name, (level, height), ha="center", size=8, color="#666666")
+            clear = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # the line does not cross the word
+            axis.annotate(name, (level, height), ha="center", size=8, color="#666666", bbox=clear)
             axis.set_xlim(right=max(axis.get_xlim()[1], 1.15 * level))
             axis.set_ylim(bottom=min(axis.get_ylim()[0], height - 0.1))
     finish(axis, label(number), "")
