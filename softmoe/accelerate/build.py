@@ -133,6 +133,8 @@ def _compile(command: list[str], target: Path) -> None:
             lines = [line for line in done.stderr.splitlines() if "error" in line] or ["it said nothing"]
             raise CannotBuild(f"{command[0]} failed: {lines[0].strip()}")
         content = made.read_bytes()
+    if not target.is_file():
+        target.unlink(missing_ok=True)  # a pipe would be written to, not replaced
     with whole_file(target) as file:
         os.chmod(file.name, 0o700)
         file.write(content + _sum(content))
@@ -153,6 +155,8 @@ def is_whole(library: Path) -> bool:
     """True if the file is there and ends in the sum of its bytes. CannotBuild if it is not ours alone."""
     try:
         check_owner(library)
+        if not library.is_file():  # a pipe would be waited for
+            return False
         content = library.read_bytes()
     except FileNotFoundError:
         return False

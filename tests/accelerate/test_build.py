@@ -83,6 +83,15 @@ def test_a_damaged_library_is_built_anew(source: Path, damage: str) -> None:
     assert number(built) == 1
 
 
+@pytest.mark.timeout(60)
+def test_a_pipe_is_not_waited_for(source: Path) -> None:
+    """A pipe with the name of the library is no library: it is built anew."""
+    built = build.build(source)
+    built.unlink()
+    os.mkfifo(built, 0o700)
+    assert number(build.build(source)) == 1
+
+
 @pytest.mark.parametrize("which", ["folder", "library"])
 def test_what_others_may_write_is_not_loaded(source: Path, which: str) -> None:
     built = build.build(source)
