@@ -67,10 +67,12 @@ def checkpoint_run(case: Case, folder: Path, seeds: RunSeeds) -> str:
 
     from softmoe.storage import open_saved, read_checkpoint
     from softmoe.storage.checkpoint import restore
+    from softmoe.train.run import TrainState
 
     place = case.write(folder / "run" / "checkpoints" / "step_00000004")
     found = read_checkpoint(place)
     open_saved(place)
+    TrainState.read(found.texts.get("state", {}).get("progress"))
     model, optimizer = copy.deepcopy((seeds.model, seeds.optimizer))
     restore(found, model, optimizer, copy.deepcopy(model))
     if case.files["manifest.json"] == seeds.checkpoint["manifest.json"]:
