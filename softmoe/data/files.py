@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
-import json
 import os
 import shutil
 import stat
@@ -14,7 +13,6 @@ import threading
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -45,16 +43,6 @@ class Names:
 
     def __iter__(self) -> Iterator[str]:
         return (self[i] for i in range(len(self)))
-
-
-def parse_json(text: str | bytes, where: str) -> Any:
-    """The value of a JSON text; ValueError, naming `where` it stands, for what is none or is nested too deeply."""
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise ValueError(f"{where} is not valid JSON: it is nested too deeply.") from error
-    except ValueError as error:
-        raise ValueError(f"{where} is not valid JSON: {error}.") from error
 
 
 def file_size(path: str | Path) -> int:

@@ -22,9 +22,9 @@ from pathlib import Path
 import numpy as np
 
 from softmoe.data.decode import BrokenImage, decode, read_image_file, read_member
-from softmoe.data.files import MAX_TEXT, ByteReader, Names, file_size, parse_json, tar_members, unpacked
+from softmoe.data.files import MAX_TEXT, ByteReader, Names, file_size, tar_members, unpacked
 from softmoe.data.source import Example, MinSide, Source, checked_titles, fingerprint
-from softmoe.storage.files import MAX_JSON_BYTES, check_names, read_json
+from softmoe.storage.files import MAX_JSON_BYTES, check_names, parse_json, read_json
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")
 _TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")

@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from softmoe.data.decode import BrokenImage, decode, read_member
-from softmoe.data.files import MAX_TEXT, ByteReader, Names, fetched, parse_json, tar_members, unpacked
+from softmoe.data.files import MAX_TEXT, ByteReader, Names, fetched, tar_members, unpacked
 from softmoe.data.source import (
     MAX_CLASSES,
     Example,
@@ -40,7 +40,7 @@ from softmoe.data.source import (
     positive_int,
     shortened,
 )
-from softmoe.storage.files import read_json
+from softmoe.storage.files import parse_json, read_json
 
 _IMAGES = ("jpg", "jpeg", "png", "webp")
 _PARTS = (*_IMAGES, "cls", "json", "txt")
@@ -128,7 +128,7 @@ class WdsSource(Source):
         shard = self._shards[self._shard[index]]
         facts, text = (shard.read(int(o), int(n)) if n else b"" for o, n in self._spans[index, 1:])
         lines = tuple(line.strip() for line in text.decode("utf-8", "replace").splitlines() if line.strip())
-        return lines if lines or not facts else _caption_facts(parse_json(facts, "the json part"))
+        return lines if lines or not facts else _caption_facts(parse_json(facts, "the json part", unique=False))
 
 
 def open_wds(
@@ -260,7 +260,7 @@ def _class_number(text: object, where: str) -> int:
 
 def _label_facts(data: bytes, where: str) -> tuple[tuple[int, ...] | None, bool]:
     """(labels, whether they came as a list) of a json part."""
-    facts = parse_json(data, f"The json part of {where}")
+    facts = parse_json(data, f"The json part of {where}", unique=False)
     value = (
         next((facts[k] for k in ("label", "labels", "cls") if k in facts), None) if isinstance(facts, dict) else None
     )

@@ -244,10 +244,10 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
-def parse_json(text: str, where: Path) -> Any:
-    """Parse a JSON text. ValueError for keys that are there twice, deep nesting and endless numbers too."""
+def parse_json(text: str | bytes, where: str | Path, *, unique: bool = True) -> Any:
+    """Parse a JSON text. ValueError for keys that are there twice (if `unique`), deep nesting and endless numbers."""
     try:
-        return json.loads(text, object_pairs_hook=_unique)
+        return json.loads(text, object_pairs_hook=_unique if unique else None)
     except RecursionError as error:
         raise ValueError(f"{where} is not valid JSON: it is nested too deeply") from error
     except ValueError as error:

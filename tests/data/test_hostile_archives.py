@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from softmoe.data import BrokenImage, TransformConfig, open_source
-from softmoe.data.files import parse_json, tar_members, unpacked
+from softmoe.data.files import tar_members, unpacked
 from softmoe.data.source import MAX_CLASSES
+from softmoe.storage.files import parse_json
 
 pytestmark = pytest.mark.timeout(300)
 
