@@ -1,4 +1,4 @@
-"""`softmoe sweep`, `study` and `report`: several runs, compared."""
+"""`softmoe demo` and `quickstart`: what to run first; `sweep`, `study` and `report`: several runs, compared."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import re
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from softmoe.cli.parse import parse, unused
 from softmoe.cli.train import drive, parse_train
 from softmoe.cli.transfer import parse_finetune
+from softmoe.studies import Demo, Quickstart, Study, about, names
 
 USAGE = """usage: softmoe sweep RECIPE KEY=V1,V2,... [KEY=...] [--data DATA] [--section.key value ...]
        softmoe sweep finetune MODEL DATA KEY=V1,V2,... [--section.key value ...]
@@ -76,68 +76,20 @@ def show_sweep(cells: list[dict[str, str]], folders: list[Path]) -> None:
     print(write_report(runs, unused(folders[0].parent / "sweep.html"), title="Sweep over " + ", ".join(cells[0])))
 
 
-@dataclass(frozen=True)
-class StudyArguments:
-    """Run one of the paper's experiments: its grid, its figure with the paper's numbers beside, and a verdict."""
-
-    names: tuple[str, ...]
-    """Names of studies; `softmoe study` lists them. They share the runs they have in common."""
-    _: KW_ONLY
-    scale: Literal["tiny", "small", "paper"] = "small"
-    """tiny: seconds, on generated images; small: 45 seconds a run on one core; paper: as the paper did it."""
-    recipe: str | None = None
-    """A recipe whose model, data and settings are studied instead of a scale's, for example quickstart."""
-    data: str | None = None
-    """Training data: a folder with train/CLASS/* and val/CLASS/*, or a source as in training."""
-    transfer: str | None = None
-    """Data of other classes: adds the accuracy of 10 images a class on each model's features."""
-    seeds: int | None = None
-    """Runs of each cell; 3 at scale small, else 1. One seed gives no interval."""
-    steps: int | None = None
-    """Steps of each run, instead of the scale's."""
-    slots: int | None = None
-    """Slots of a soft layer, and experts where each has one; if not given those of the recipe, or one a token."""
-    only: tuple[str, ...] = ()
-    """Run only cells with one of these words in a label, such as placed; the table is of all that is done."""
-    out: Path = Path("studies")
-    """Runs, tables, figures and verdicts go here. What is done already is not done again."""
-    jobs: int = 1
-    """Runs at the same time, a process of one thread (and one GPU, if there are) each."""
-    collect: bool = False
-    """Run nothing: write table, figure and verdict of what is done."""
-    dry_run: bool = False
-    """Print the number of runs, FLOPs and time, and stop."""
-
-
 def study_command(argv: list[str]) -> int:
-    from softmoe.studies import about, find, names
-
     if not argv:
         print("usage: softmoe study NAME... [--help]\n\n" + "\n".join(f"  {name:<20}{about(name)}" for name in names()))
         return 2
-    a = parse(StudyArguments, argv, "study")
-    studies = [find(name) for name in a.names]
-
-    from softmoe.studies.driver import Store, estimate, run_study
-    from softmoe.studies.lab import make_lab
-
-    for name, value in (("--seeds", a.seeds), ("--jobs", a.jobs), ("--steps", a.steps), ("--slots", a.slots)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    lab = make_lab(a.scale, a.data, a.seeds, a.transfer, a.steps, a.recipe, a.slots)
-    store = Store(a.out, a.transfer)
+    a = parse(Study, argv, "study")
+    if a.dry_run:
+        print("\n".join(map(str, a.estimates())))
+        return 0
     failed = False
-    for study in studies:
-        if a.dry_run:
-            print(estimate(study, lab, store, a.only))
-            continue
-        tiny = a.scale == "tiny" and a.recipe is None
-        say = partial(print, flush=True)
-        done = run_study(study, lab, store, jobs=a.jobs, collect=a.collect, only=a.only, verdict=not tiny, say=say)
+    for done in a.run(partial(print, flush=True)):
         if done.stopped:
             print("stopped; the same command goes on from here")
             return 130
-        if tiny:
+        if a.is_smoke_test:
             print("  smoke test: all parts work; three steps say nothing about the question, so there is no verdict")
         for claim in done.claims:
             print(f"  {claim.word:<28}{claim.text}: {claim.found or '-'}")
@@ -172,4 +124,38 @@ def report_command(argv: list[str]) -> int:
             print(f"{record.folder}: {record.damaged} damaged lines of metrics.jsonl are left out")
     print(table_text(summary_table(records)))
     print(write_report(records, a.out or a.runs[0] / "report.html", title=a.title))
+    return 0
+
+
+def demo_command(argv: list[str]) -> int:
+    a = parse(Demo, argv, "demo")
+    shown, page = a.run()
+    right = 0
+    for picture in shown:
+        right += picture.shows == picture.taken_for
+        answer = "right" if picture.shows == picture.taken_for else f"shows: {picture.shows}"
+        print(f"{picture.path}: {picture.taken_for} {picture.probability:.0%} ({answer})")
+    print(f"{right} of {len(shown)} right, of 288 classes, on pictures it was not trained on\n")
+    print(f"what the slots look at, to open in a browser:\n  {page.resolve()}\n")
+    print("the model is called `demo` wherever a model is asked for:")
+    print(f"  softmoe predict demo {shown[0].path}")
+    print('  softmoe fewshot demo "shapes?size=48&classes=downstream"')
+    print("  softmoe finetune demo PHOTOS --image-size 96")
+    return 0
+
+
+def quickstart_command(argv: list[str]) -> int:
+    a = parse(Quickstart, argv, "quickstart")
+    done = a.run()
+    if not done.records:
+        print("stopped; `softmoe quickstart` goes on from here")
+        return 130
+
+    from softmoe.report import summary_table, table_text
+
+    print()
+    print(table_text(summary_table(done.records)))
+    print()
+    print("\n".join(done.findings))
+    print(f"\ncurves  {done.curves}\ngains   {done.gains}\ninside  {done.inside}\nreport  {done.report}")
     return 0

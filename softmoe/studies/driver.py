@@ -19,8 +19,9 @@ from typing import Any
 
 from softmoe.machine import end_with_parent
 from softmoe.storage.files import read_json, write_json, write_text
+from softmoe.studies import Study
 from softmoe.studies.jobs import Job, Stopped, key_of
-from softmoe.studies.lab import Cell, Lab
+from softmoe.studies.lab import Cell, Lab, make_lab
 from softmoe.studies.results import QUALITY, Claim, Row, Table, write_verdict
 
 Say = Callable[[str], None]
@@ -28,6 +29,8 @@ Outcome = dict[str, float] | str
 """Numbers, or why there are none."""
 
 
+ALL = Study(())
+"""All cells, one job at a time."""
 SHARE = 0.2  # of the machine's rate of products that we expect training to reach, where nothing was measured
 SHOTS = 10
 EXAMPLES = 2500
@@ -111,27 +114,42 @@ class Done:
     stopped: bool = False
 
 
+def lab_and_store(options: Study) -> tuple[Lab, Store]:
+    """Set up both for a study; ValueError for numbers below one."""
+    for name in ("seeds", "jobs", "steps", "slots"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} must be at least 1, got {value}")
+    return make_lab(options), Store(options.out, options.transfer)
+
+
+def run_studies(studies: list[ModuleType], options: Study, say: Say) -> Iterator[Done]:
+    """Run the studies one after another, up to one that is stopped, and yield the end of each."""
+    lab, store = lab_and_store(options)
+    for study in studies:
+        done = run_study(study, lab, store, options, verdict=not options.is_smoke_test, say=say)
+        yield done
+        if done.stopped:
+            return
+
+
+def estimates(studies: list[ModuleType], options: Study) -> list["Estimate"]:
+    lab, store = lab_and_store(options)
+    return [estimate(study, lab, store, options.only) for study in studies]
+
+
 def run_study(
-    study: ModuleType,
-    lab: Lab,
-    store: Store,
-    *,
-    jobs: int = 1,
-    collect: bool = False,
-    only: Sequence[str] = (),
-    verdict: bool = True,
-    say: Say = print,
+    study: ModuleType, lab: Lab, store: Store, options: Study = ALL, *, verdict: bool = True, say: Say = print
 ) -> Done:
-    """Run a study to its verdict. `collect` runs nothing, `only` the cells with one of these words in a label:
-    table, figure and verdict are those of what is done. Without `verdict` there is only the table, for runs that are
-    too short to mean anything."""
+    """Run a study to its verdict. With `options.collect` or `only`, table, figure and verdict are those of what is
+    done. Without `verdict` there is only the table, for runs that are too short to mean anything."""
     cells = list(study.cells(lab))
     folder = store.out / name_of(study)
-    pending = [] if collect else unfinished(chosen(cells, only), store)
+    pending = [] if options.collect else unfinished(chosen(cells, options.only), store)
     say(f"{name_of(study)}: {len(cells)} cells, {len(pending)} jobs to do")
     failures: dict[str, str] = {}
     try:
-        for number, (job, outcome) in enumerate(execute(pending, store, jobs), start=1):
+        for number, (job, outcome) in enumerate(execute(pending, store, options.jobs), start=1):
             if isinstance(outcome, str):
                 failures[key_of(job)] = outcome
             say(f"  [{number}/{len(pending)}] {title(cells, job)}: {outcome_text(outcome)}")

@@ -13,13 +13,14 @@ of so short a run, see docs/experiments.md), a cosine instead of a root, softmax
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 from softmoe.data import TransformConfig
 from softmoe.models import MoEConfig, ViTConfig
 from softmoe.models.config import LAYER_OPTIONS, option_names
 from softmoe.moe import SoftConfig
 from softmoe.recipes import load, pretrain
+from softmoe.studies import LabOptions, ScaleName
 from softmoe.studies.jobs import Job, Training, price
 from softmoe.train import (
     CheckpointSection,
@@ -34,7 +35,6 @@ from softmoe.train import (
 )
 
 T = TypeVar("T")
-ScaleName = Literal["tiny", "small", "paper"]
 SCALES: tuple[ScaleName, ...] = get_args(ScaleName)
 GROUP = 32
 """Images that sparse routers route together: buffers of a few hundred tokens, as in the paper's groups."""
@@ -155,28 +155,18 @@ def wide(width: int) -> dict[str, Any]:
     return {"width": width, "mlp_dim": 4 * width}
 
 
-def make_lab(
-    scale: ScaleName,
-    data: str | None = None,
-    seeds: int | None = None,
-    transfer: str | None = None,
-    steps: int | None = None,
-    recipe: str | None = None,
-    slots: int | None = None,
-) -> Lab:
-    """Set up a lab; `data` is a source as in training; each scale has a default (`paper`'s is a stand-in to count FLOPs
-    with). A recipe gives its model, data and settings instead of the scale's. `slots` are those of a soft layer, if not
-    one a token or the recipe's.
-    """
-    if recipe is not None:
-        lab = recipe_lab(recipe)
+def make_lab(options: LabOptions) -> Lab:
+    """Set up a lab. Each scale has default data; `paper`'s is a stand-in to count FLOPs with."""
+    o, scale = options, options.scale
+    if o.recipe is not None:
+        lab = recipe_lab(o.recipe)
     else:
         base = {"tiny": tiny_base, "small": small_base, "paper": paper_base}[scale]()
         lab = Lab(scale, base, 3 if scale == "small" else 1, soft={} if scale == "paper" else {"scale_init": 6.0})
-    base = lab.base if data is None else replace(lab.base, data=replace(lab.base.data, train=data))
-    base = base if steps is None else with_steps(base, steps)
-    lab = replace(lab, base=base, seeds=seeds or lab.seeds, transfer=transfer)
-    return lab if slots is None else lab.with_slots(slots)
+    base = lab.base if o.data is None else replace(lab.base, data=replace(lab.base.data, train=o.data))
+    base = base if o.steps is None else with_steps(base, o.steps)
+    lab = replace(lab, base=base, seeds=o.seeds or lab.seeds, transfer=o.transfer)
+    return lab if o.slots is None else lab.with_slots(o.slots)
 
 
 def recipe_lab(recipe: str) -> Lab:

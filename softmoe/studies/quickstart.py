@@ -20,6 +20,7 @@ from softmoe.inspection.page import write_inspection, write_page
 from softmoe.recipes import quickstart, quickstart_dense
 from softmoe.report import RunRecord, load_run, write_report
 from softmoe.report.runs import comparison, save_png
+from softmoe.studies import Demo, Quickstart
 from softmoe.studies.catalog.controls import CLAIMS, METHODS, draw_gains
 from softmoe.studies.driver import Store, execute, outcome_text
 from softmoe.studies.jobs import Job, Stopped, Training
@@ -42,8 +43,9 @@ class Shown:
     probability: float
 
 
-def run_demo(folder: Path, pictures: int = 8) -> tuple[list[Shown], Path]:
-    """Draw `pictures` into the folder, predict them, and write the inspection page; returns both."""
+def run_demo(demo: Demo) -> tuple[list[Shown], Path]:
+    """Draw pictures into the folder, predict them, and write the inspection page; returns both."""
+    folder, pictures = demo.out, demo.pictures
     if not 1 <= pictures <= MOST_PICTURES:
         raise ValueError(f"the number of pictures is from 1 to {MOST_PICTURES}, got {pictures}")
     loaded = load("demo", device="cpu")
@@ -83,7 +85,7 @@ NAMES = {  # of the runs, and the methods of the study `controls` that they are
 
 
 @dataclass(frozen=True)
-class Quickstart:
+class Compared:
     """The results of the quickstart. `records` is empty when a signal ended it early; calling again goes on."""
 
     records: list[RunRecord]
@@ -95,25 +97,24 @@ class Quickstart:
     inside: Path | None = None
 
 
-def run_quickstart(runs: Path, *, seed: int = 0, tiny: bool = False, jobs: int | None = None) -> Quickstart:
-    """Train all models, `jobs` at a time (None: one a core), or go on where an earlier call was stopped.
-
-    Writes two pictures and a page.
-    """
-    configs = models(runs, seed, tiny)
-    jobs = min(jobs or os.cpu_count() or 1, len(configs))
+def run_quickstart(a: Quickstart) -> Compared:
+    """Train all models, or go on where an earlier call was stopped; write two pictures and a page."""
+    if a.jobs is not None and a.jobs < 1:
+        raise ValueError(f"--jobs must be at least 1, got {a.jobs}")
+    configs = models(a.runs, a.seed, a.tiny)
+    jobs = min(a.jobs or os.cpu_count() or 1, len(configs))
     print(f"training {len(configs)} models, {jobs} at a time", flush=True)
     numbers: dict[str, dict[str, float]] = {}
     try:
-        for job, outcome in execute([Training(config) for config in configs], Named(runs), jobs):
+        for job, outcome in execute([Training(config) for config in configs], Named(a.runs), jobs):
             name = job.config.run_name  # pyright: ignore[reportAttributeAccessIssue]
             print(f"  [{len(numbers) + 1}/{len(configs)}] {name}: {outcome_text(outcome)}", flush=True)
             if isinstance(outcome, str):
                 raise ValueError(f"the run {name} {outcome_text(outcome)}")
             numbers[name] = outcome
     except (Stopped, KeyboardInterrupt):
-        return Quickstart([])
-    return conclude(configs, numbers, runs, images=4 if tiny else 256)
+        return Compared([])
+    return conclude(configs, numbers, a.runs, images=4 if a.tiny else 256)
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ def models(runs: Path, seed: int, tiny: bool) -> list[TrainConfig]:
     return found
 
 
-def conclude(configs: list[TrainConfig], numbers: dict[str, dict[str, float]], runs: Path, images: int) -> Quickstart:
+def conclude(configs: list[TrainConfig], numbers: dict[str, dict[str, float]], runs: Path, images: int) -> Compared:
     for config in configs:
         write_model(RunFolder.of(config))
     flagship = configs[-1]
@@ -170,7 +171,7 @@ def conclude(configs: list[TrainConfig], numbers: dict[str, dict[str, float]], r
         lead=(LEAD, *findings),
         figures=(("What slots, experts and a place give", draw_gains(table)),),
     )
-    return Quickstart(records, findings, curves, gains, page, inside)
+    return Compared(records, findings, curves, gains, page, inside)
 
 
 def sentences(table: Table) -> list[str]:

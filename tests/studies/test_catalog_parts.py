@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from softmoe.budget import cost
 from softmoe.recipes import load
+from softmoe.studies import LabOptions
 from softmoe.studies.catalog import ablations, bpr, controls, experts_slots, long_runs, pareto, placement, slots
 from softmoe.studies.figures import frontier, panels, waterfall
 from softmoe.studies.jobs import Training, key_of, price
@@ -54,7 +55,7 @@ def test_the_lead_goes_seed_by_seed() -> None:
 
 def test_equal_models_are_one_run() -> None:
     """However a study says it, one slot per expert, K = 1 and the base's width are the same settings."""
-    lab = make_lab("small")
+    lab = make_lab(LabOptions(scale="small"))
 
     def key(*args: str, **named: object) -> str:
         return key_of(Training(lab.config(*args, **named)))  # pyright: ignore[reportArgumentType]
@@ -67,14 +68,14 @@ def test_equal_models_are_one_run() -> None:
 
 def test_the_number_of_steps_may_be_chosen() -> None:
     """Warm-up, checkpoints and log go with it; the scale's own number changes nothing."""
-    assert make_lab("small", steps=900).base == make_lab("small").base
-    base = make_lab("small", steps=5).base
+    assert make_lab(LabOptions(scale="small", steps=900)).base == make_lab(LabOptions(scale="small")).base
+    base = make_lab(LabOptions(scale="small", steps=5)).base
     assert (base.steps, base.schedule.warmup, base.checkpoint.every, base.log.every) == (5, 0, 2, 1)
 
 
 def test_studies_share_runs() -> None:
     """At scale small the studies that are run together have far fewer runs than cells."""
-    lab = make_lab("small")
+    lab = make_lab(LabOptions(scale="small"))
     cells = [cell for study in (ablations, bpr, pareto, experts_slots) for cell in study.cells(lab)]
     assert len({key_of(cell.job) for cell in cells}) < len(cells) - 10
 
@@ -91,7 +92,7 @@ def test_printed_numbers_are_read_from_the_tables() -> None:
 
 def test_places_without_enough_slots_are_left_out() -> None:
     """A Soft MoE has at least one slot per expert; a sparse router chooses at most all experts."""
-    lab = make_lab("small")
+    lab = make_lab(LabOptions(scale="small"))
     assert experts_slots.place(lab, "soft", 64, 1) is None
     found = experts_slots.place(lab, "soft", 4, 4)
     assert found is not None
@@ -101,7 +102,7 @@ def test_places_without_enough_slots_are_left_out() -> None:
 
 def test_controls_take_one_thing_away_at_a_time() -> None:
     """All models of the study have the same slots, blocks and first scale; only the named part differs."""
-    lab = make_lab("small")
+    lab = make_lab(LabOptions(scale="small"))
     shapes = {c.labels["method"]: c.job.config.model.resolve(10, lab.image_size) for c in controls.cells(lab)}  # pyright: ignore[reportAttributeAccessIssue]
     moe = {method: shape.moe for method, shape in shapes.items()}
     for method in controls.RATES:
@@ -117,7 +118,7 @@ def test_controls_take_one_thing_away_at_a_time() -> None:
 def test_every_comparison_with_dense_has_its_controls() -> None:
     """Each study that trains a dense model beside Soft MoE trains one expert with the same slots beside them, and says
     what experts give; a dense model beside has a fifth more FLOPs."""
-    lab = make_lab("small", recipe="quickstart", seeds=1)
+    lab = make_lab(LabOptions(scale="small", recipe="quickstart", seeds=1))
     soft = Training(lab.config("soft")).flops()
     for study in (ablations, controls, experts_slots, long_runs, pareto, placement, slots):
         cells = list(study.cells(lab))
@@ -138,8 +139,11 @@ def test_every_comparison_with_dense_has_its_controls() -> None:
 
 def test_merged_tokens_are_a_control_where_slots_are_fewer() -> None:
     """A step of the dense model with merged tokens costs what Soft MoE's costs, to the nearest number of tokens."""
-    assert make_lab("small", recipe="quickstart").merged() is None
-    for lab in (make_lab("small", recipe="small_data", data="shapes?size=64"), make_lab("small", slots=4)):
+    assert make_lab(LabOptions(scale="small", recipe="quickstart")).merged() is None
+    for lab in (
+        make_lab(LabOptions(scale="small", recipe="small_data", data="shapes?size=64")),
+        make_lab(LabOptions(scale="small", slots=4)),
+    ):
         merged = lab.merged()
         assert merged is not None
         assert price(merged).train_flops == pytest.approx(price(lab.config("soft")).train_flops, rel=0.03)
@@ -149,7 +153,7 @@ def test_merged_tokens_are_a_control_where_slots_are_fewer() -> None:
 
 def test_the_ladder_of_experts_at_more_slots() -> None:
     """With 64 slots there are 1, 4, 16 and 64 experts at equal FLOPs, for the paper's layer and with a place."""
-    lab = make_lab("small", recipe="quickstart", slots=64, seeds=1)
+    lab = make_lab(LabOptions(scale="small", recipe="quickstart", slots=64, seeds=1))
     found = {c.labels["method"]: c.job.config for c in controls.cells(lab)}  # pyright: ignore[reportAttributeAccessIssue]
     for ladder in (
         ("one", "4 experts", "16 experts", "soft"),
@@ -202,25 +206,25 @@ def test_waterfall_adds_up() -> None:
 
 def test_places_follow_the_depth() -> None:
     """Studied on a recipe, experts are put into the blocks that its model has."""
-    assert placement.places(make_lab("small")) == {
+    assert placement.places(make_lab(LabOptions(scale="small"))) == {
         "last": (3,), "one before last": (2,), "two last": (2, 3), "two spread": (1, 3), "all": (0, 1, 2, 3),
     }  # fmt: skip
-    three = placement.places(make_lab("small", recipe="quickstart"))
+    three = placement.places(make_lab(LabOptions(scale="small", recipe="quickstart")))
     assert (three["two last"], three["two spread"]) == ((1, 2), (0, 2))
 
 
 def test_a_lab_around_a_recipe() -> None:
     """The dense twin has no experts and everything else of the recipe; soft experts are the recipe's own."""
-    config, lab = load("quickstart"), make_lab("small", recipe="quickstart", seeds=2)
+    config, lab = load("quickstart"), make_lab(LabOptions(scale="small", recipe="quickstart", seeds=2))
     size = config.data.transform.image_size
     assert lab.base.model.resolve(7, size) == replace(config.model.resolve(7, size), moe=None)
     assert lab.config("placed").model.resolve(7, size) == config.model.resolve(7, size)
-    placed = make_lab("small", "shapes?size=64", recipe="small_data").config("placed").model
+    placed = make_lab(LabOptions(scale="small", data="shapes?size=64", recipe="small_data")).config("placed").model
     assert placed.resolve(7, 64) == load("small_data").model.resolve(7, 64)  # its place_init is not the usual one
     uniform = lab.config("uniform").model.resolve(7, size).moe
     assert uniform is not None
     assert not uniform.identical_init
     assert (lab.base.steps, lab.base.optim, lab.seeds, lab.slots) == (config.steps, config.optim, 2, 16)
-    assert make_lab("small", "shapes", steps=5, recipe="quickstart").base.data.train == "shapes"
+    assert make_lab(LabOptions(scale="small", data="shapes", steps=5, recipe="quickstart")).base.data.train == "shapes"
     with pytest.raises(ValueError, match="has no soft experts"):
-        make_lab("small", recipe="quickstart_dense")
+        make_lab(LabOptions(scale="small", recipe="quickstart_dense"))

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from softmoe.cli import main
+from softmoe.studies import LabOptions, Study
 from softmoe.studies.catalog import ablations
 from softmoe.studies.driver import Store, duration, estimate, run_study, unfinished
 from softmoe.studies.jobs import Job, Stopped, Training, key_of
 from softmoe.studies.lab import Cell, Lab, make_lab
 from softmoe.train import loop
 
-LAB = make_lab("tiny", seeds=2)
+LAB = make_lab(LabOptions(scale="tiny", seeds=2))
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,12 @@ def test_nothing_is_done_twice(tmp_path: Path) -> None:
 def test_only_some_cells_are_run(tmp_path: Path) -> None:
     """The table is of all that is done; words that no label has are refused with the labels there are."""
     store, notes = Store(tmp_path), study(Note("ab"), Note("bc"), Note("cd"))
-    run_study(notes, LAB, store, only=("b",), say=quiet)
+    run_study(notes, LAB, store, Study((), only=("b",)), say=quiet)
     assert done(tmp_path) == ["ab", "bc"]
     assert estimate(notes, LAB, store, ("c",)).jobs == 1
-    assert len(run_study(notes, LAB, store, only=("d",), say=quiet).table) == 3
+    assert len(run_study(notes, LAB, store, Study((), only=("d",)), say=quiet).table) == 3
     with pytest.raises(ValueError, match="no cell has x in a label; labels are ab, bc, cd"):
-        run_study(notes, LAB, store, only=("x",), say=quiet)
+        run_study(notes, LAB, store, Study((), only=("x",)), say=quiet)
 
 
 def test_a_failure_is_told_and_the_others_go_on(tmp_path: Path) -> None:
@@ -110,10 +111,10 @@ def test_a_stopped_study_goes_on(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_several_processes_give_the_same_table(tmp_path: Path) -> None:
     """Two at a time, each with one thread, the results are those of one after another."""
-    lab = make_lab("tiny", seeds=1)
+    lab = make_lab(LabOptions(scale="tiny", seeds=1))
     tables = []
     for name, count in (("one", 1), ("two", 2)):
-        result = run_study(few(), lab, Store(tmp_path / name), jobs=count, say=quiet)
+        result = run_study(few(), lab, Store(tmp_path / name), Study((), jobs=count), say=quiet)
         assert not result.failures
         tables.append([(row.labels, row.seed, row.numbers["val_loss"]) for row in result.table])
     assert tables[0] == tables[1]
@@ -133,7 +134,7 @@ def few() -> ModuleType:
 
 def test_a_signal_in_training_stops_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGTERM in the middle of the first run: the driver says so, and the next call ends as if nothing had been."""
-    lab = make_lab("tiny", seeds=1)
+    lab = make_lab(LabOptions(scale="tiny", seeds=1))
     whole = run_study(few(), lab, Store(tmp_path / "whole"), say=quiet)
 
     real = loop.after_step
@@ -168,7 +169,7 @@ def test_keys_depend_on_what_decides_and_on_nothing_else() -> None:
 
 def test_transfer_is_added_to_runs_that_are_done(tmp_path: Path) -> None:
     """Asked for later, only the 10-shot accuracy is computed; without it the table has no such column."""
-    lab = make_lab("tiny", seeds=1)
+    lab = make_lab(LabOptions(scale="tiny", seeds=1))
     plain = run_study(few(), lab, Store(tmp_path), say=quiet)
     assert "10shot" not in plain.table.rows[0].numbers
     with_transfer = Store(tmp_path, "shapes?size=32&classes=downstream&length=600")
@@ -181,7 +182,7 @@ def test_transfer_is_added_to_runs_that_are_done(tmp_path: Path) -> None:
 
 def test_estimates_say_where_their_rate_comes_from(tmp_path: Path) -> None:
     """Assumed before anything ran, measured afterwards; done jobs cost nothing."""
-    lab, store = make_lab("tiny", seeds=1), Store(tmp_path)
+    lab, store = make_lab(LabOptions(scale="tiny", seeds=1)), Store(tmp_path)
     before = estimate(few(), lab, store)
     assert (before.jobs, before.measured) == (2, False)
     assert before.flops == pytest.approx(sum(cell.job.flops() for cell in few().cells(lab)))

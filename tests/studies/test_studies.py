@@ -8,7 +8,7 @@ import pytest
 from drawings import ink, keep_figures, nothing_hides, points
 
 from softmoe.cli import main
-from softmoe.studies import find, names
+from softmoe.studies import LabOptions, find, names
 from softmoe.studies.driver import Store, run_study
 from softmoe.studies.lab import make_lab
 
@@ -23,7 +23,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_study_ends_with_table_figure_and_verdict(name: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No panel of the figure is empty or without labels, each can be seen in the file, and no legend hides a part."""
     kept = keep_figures(monkeypatch)
-    done = run_study(find(name), make_lab("tiny"), Store(out))
+    done = run_study(find(name), make_lab(LabOptions(scale="tiny")), Store(out))
     assert not done.stopped
     assert not done.failures
     folder = out / name
@@ -60,7 +60,7 @@ def test_every_study_says_what_it_asks(name: str) -> None:
 @pytest.mark.parametrize("scale", ["small", "paper"])
 def test_every_study_plans_its_larger_sizes(name: str, scale: str) -> None:
     """At every size each cell resolves to a model, and no two cells of a study have the same labels and seed."""
-    cells = list(find(name).cells(make_lab(scale)))  # pyright: ignore[reportArgumentType]
+    cells = list(find(name).cells(make_lab(LabOptions(scale=scale))))  # pyright: ignore[reportArgumentType]
     assert all(cell.job.flops() >= 0 for cell in cells)
     places = [(tuple(cell.labels.items()), cell.seed) for cell in cells]
     assert len(set(places)) == len(places)
