@@ -28,8 +28,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     **dict.fromkeys(("accelerate", "budget", "convert"), MIDDLE),
     "inference": MIDDLE | {"accelerate"},  # what prepare does not replace is accelerated
     "parallel": MIDDLE | {"budget.plan"},  # it makes the layouts that are planned there
-    **dict.fromkeys(("train", "evaluate", "inspection"), UPPER),
-    "transfer": UPPER | {"train", "evaluate"},
+    **dict.fromkeys(("train", "evaluate"), UPPER),
+    **dict.fromkeys(("transfer", "inspection"), UPPER | {"train", "evaluate"}),  # runs, and models as evaluated
     **dict.fromkeys(("studies", "recipes", "bench", "report", "cli", "timm", "api"), ALL),
     **dict.fromkeys(("__init__", "__main__"), ALL | {"api"}),
 }

@@ -8,7 +8,7 @@ other commands left in a run's folder (`softmoe train` leaves the mistakes):
 """
 
 import io
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,10 @@ from softmoe.budget.report import aligned
 from softmoe.evaluate.mistakes import mistakes_section
 from softmoe.inspection.page import number_cell
 from softmoe.inspection.plots import finish, legend, panels, pyplot
-from softmoe.models import ViTConfig
 from softmoe.moe import SoftConfig
 from softmoe.storage.files import flatten, read_json, write_text
 from softmoe.storage.pages import data_address, render
-from softmoe.train import TrainConfig
-from softmoe.train.log import scan_metrics
+from softmoe.train.folder import RunRecord
 
 COLORS = ("#0b6e99", "#d1495b", "#66a182", "#edae49", "#6a4c93", "#444444")
 COLUMNS = (
@@ -40,58 +38,6 @@ COLUMNS = (
     "top-5 %",
     "loss",
 )
-
-
-@dataclass(frozen=True)
-class RunRecord:
-    """One run. `rows` are the lines of metrics.jsonl, those of training and of evaluations, in order."""
-
-    name: str
-    folder: Path
-    config: TrainConfig
-    classes: int
-    rows: tuple[dict[str, Any], ...]
-    damaged: int = 0
-    """Lines of metrics.jsonl that cannot be read."""
-
-    @property
-    def model(self) -> ViTConfig:
-        return self.config.model.resolve(self.classes or None, self.config.data.transform.image_size)
-
-    def curve(self, x: str, y: str) -> tuple[list[float], list[float]]:
-        """Return two columns of the rows that have both."""
-        pairs = [(row[x], row[y]) for row in self.rows if row.get(x) is not None and row.get(y) is not None]
-        return [a for a, _ in pairs], [b for _, b in pairs]
-
-    def last(self, key: str) -> Any:
-        """Return the newest value, or None."""
-        return next((row[key] for row in reversed(self.rows) if row.get(key) is not None), None)
-
-    def routers(self, key: str) -> dict[str, tuple[list[int], list[float]]]:
-        """Return for each MoE layer the steps and values of one figure of its health (scale, max_dispatch, ...)."""
-        curves: dict[str, tuple[list[int], list[float]]] = {}
-        for row in self.rows:
-            for layer, health in row.get("routers", {}).items():
-                if health.get(key) is not None:
-                    steps, values = curves.setdefault(layer, ([], []))
-                    steps.append(row["step"])
-                    values.append(health[key])
-        return curves
-
-
-def load_run(folder: Path | str) -> RunRecord:
-    folder = Path(folder)
-    settings, metrics = folder / "config.json", folder / "metrics.jsonl"
-    for path in (settings, metrics):
-        if not path.is_file():
-            raise ValueError(f"{folder} is not the folder of a run: it has no {path.name}")
-    stored = read_json(settings)
-    rows, damaged = scan_metrics(metrics)
-    try:
-        config, classes = TrainConfig.from_dict(stored["train"]), int(stored["facts"]["classes"])
-    except (AttributeError, KeyError, TypeError, OverflowError) as error:
-        raise ValueError(f"{settings} is not the config.json of a training run") from error
-    return RunRecord(folder.resolve().name, folder, config, classes, tuple(rows), damaged)
 
 
 def comparison(runs: list[RunRecord]) -> Any:

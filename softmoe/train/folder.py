@@ -8,12 +8,12 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from softmoe.data import open_source
-from softmoe.models import VisionTransformer
+from softmoe.models import VisionTransformer, ViTConfig
 from softmoe.storage import (
     Preprocessing,
     SavedModel,
@@ -27,6 +27,7 @@ from softmoe.storage.checkpoint import STEP_NAME
 from softmoe.storage.files import check_path, flatten, read_json, write_json
 from softmoe.storage.saved import TOKENIZER_FILES, parse_architecture, split_architecture, tokenizer_of_run
 from softmoe.train.config import TrainConfig
+from softmoe.train.log import scan_metrics
 from softmoe.train.optim import make_schedule
 
 FREE = (
@@ -241,3 +242,56 @@ def join_parts(
         classes=classes if len(classes) == shape.num_classes else None,
         provenance=made | {"recipe_data": config.data.train} | results,
     )
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run. `rows` are the lines of metrics.jsonl, those of training and of evaluations, in order."""
+
+    name: str
+    folder: Path
+    config: TrainConfig
+    classes: int
+    rows: tuple[dict[str, Any], ...]
+    damaged: int = 0
+    """Lines of metrics.jsonl that cannot be read."""
+
+    @property
+    def model(self) -> ViTConfig:
+        return self.config.model.resolve(self.classes or None, self.config.data.transform.image_size)
+
+    def curve(self, x: str, y: str) -> tuple[list[float], list[float]]:
+        """Return two columns of the rows that have both."""
+        pairs = [(row[x], row[y]) for row in self.rows if row.get(x) is not None and row.get(y) is not None]
+        return [a for a, _ in pairs], [b for _, b in pairs]
+
+    def last(self, key: str) -> Any:
+        """Return the newest value, or None."""
+        return next((row[key] for row in reversed(self.rows) if row.get(key) is not None), None)
+
+    def routers(self, key: str) -> dict[str, tuple[list[int], list[float]]]:
+        """Return for each MoE layer the steps and values of one figure of its health (scale, max_dispatch, ...)."""
+        curves: dict[str, tuple[list[int], list[float]]] = {}
+        for row in self.rows:
+            for layer, health in row.get("routers", {}).items():
+                if health.get(key) is not None:
+                    steps, values = curves.setdefault(layer, ([], []))
+                    steps.append(row["step"])
+                    values.append(health[key])
+        return curves
+
+
+def load_run(folder: Path | str) -> RunRecord:
+    """Read what a run left behind; ValueError for a folder that is none of a run."""
+    folder = Path(folder)
+    settings, metrics = folder / "config.json", folder / "metrics.jsonl"
+    for path in (settings, metrics):
+        if not path.is_file():
+            raise ValueError(f"{folder} is not the folder of a run: it has no {path.name}")
+    stored = read_json(settings)
+    rows, damaged = scan_metrics(metrics)
+    try:
+        config, classes = TrainConfig.from_dict(stored["train"]), int(stored["facts"]["classes"])
+    except (AttributeError, KeyError, TypeError, OverflowError) as error:
+        raise ValueError(f"{settings} is not the config.json of a training run") from error
+    return RunRecord(folder.resolve().name, folder, config, classes, tuple(rows), damaged)
