@@ -17,8 +17,8 @@ def peak():
         if line.startswith("VmHWM"):
             return int(line.split()[1]) * 1024
 """
-IMPORT = f"{PEAK}\nimport softmoe.transfer.soup, torch\ntorch.ones(64, 64) @ torch.ones(64, 64)\nprint(peak())"
-SOUP = f"{PEAK}\nimport sys\nfrom softmoe.transfer.soup import soup\nsoup(sys.argv[2:], sys.argv[1])\nprint(peak())"
+IMPORT = f"{PEAK}\nimport softmoe.transfer.soups, torch\ntorch.ones(64, 64) @ torch.ones(64, 64)\nprint(peak())"
+SOUP = f"{PEAK}\nimport sys\nfrom softmoe.transfer.soups import soup\nsoup(sys.argv[2:], sys.argv[1])\nprint(peak())"
 SAVE = """
 import sys, softmoe
 model = softmoe.create_model("soft_s16_8e", num_experts=int(sys.argv[1]))

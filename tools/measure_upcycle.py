@@ -15,7 +15,7 @@ import torch
 from softmoe.data import Batch, Transform, evaluation_batches, open_source
 from softmoe.evaluate.inputs import Loaded, load, match_classes, random_subset
 from softmoe.transfer import upcycle
-from softmoe.transfer.upcycle import INITS
+from softmoe.transfer.upcycling import INITS
 
 
 def read(loaded: Loaded, data: str, split: str, count: int) -> Batch:

@@ -127,6 +127,8 @@ def word_type(hint: Any) -> Any:
         return str | None
     if hint == (str | Path | None):
         return Path | None
+    if hint == (str | tuple[int, ...]):
+        return str
     if {str, Path} <= set(get_args(hint)):
         return str if len(get_args(hint)) == 2 else tuple[str, ...]
     return hint

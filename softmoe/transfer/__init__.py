@@ -1,14 +1,36 @@
-"""A trained model -> another one: fine-tuned, with experts, averaged, or cooled down from a checkpoint."""
+"""A trained model -> another one: fine-tuned, with experts, averaged, or cooled down from a checkpoint.
 
-from softmoe.transfer.finetune import branch, locked_config, plan_branch, refit_head, transfer_config
-from softmoe.transfer.in_place import InPlace, upcycle_
-from softmoe.transfer.soup import Soup, greedy_soup, soup
-from softmoe.transfer.upcycle import Distance, Upcycled, compare_starts, distance, upcycle
+Names are loaded when first used: the options of the commands do without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from softmoe.evaluate.api import OthersWeights
+
+if TYPE_CHECKING:
+    from softmoe.transfer.finetune import branch, locked_config, plan_branch, refit_head, transfer_config
+    from softmoe.transfer.in_place import InPlace, upcycle_
+    from softmoe.transfer.soups import Soup, greedy_soup, soup
+    from softmoe.transfer.upcycling import Distance, Upcycled, compare_starts, distance, upcycle
+
+_HOMES = {
+    "softmoe.transfer.finetune": ("branch", "locked_config", "plan_branch", "refit_head", "transfer_config"),
+    "softmoe.transfer.in_place": ("InPlace", "upcycle_"),
+    "softmoe.transfer.soups": ("Soup", "greedy_soup", "soup"),
+    "softmoe.transfer.upcycling": ("Distance", "Upcycled", "compare_starts", "distance", "upcycle"),
+}
 
 __all__ = [
     "Distance",
     "InPlace",
     "Soup",
+    "Upcycle",
+    "UpcycleOptions",
     "Upcycled",
     "branch",
     "compare_starts",
@@ -22,3 +44,60 @@ __all__ = [
     "upcycle",
     "upcycle_",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(home), name)
+    raise AttributeError(f"module 'softmoe.transfer' has no attribute {name!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpcycleOptions:
+    """The options of `upcycle` and of the command: how many experts, where, and how they start."""
+
+    experts: int = 16
+    slots: int = 1
+    """Slots per expert."""
+    blocks: str | tuple[int, ...] = "last_half"
+    """last_half, or block numbers as in 6,7,8."""
+    router: str = "soft"
+    init: str = "beside"
+    """beside keeps the MLPs and adds narrow experts whose output begins at zero: nothing is lost. The others put copies
+    of the MLPs in their place, with routers that are fresh (copy) or set from the tokens of --data (centers, positions,
+    or closest: the better of these, refined). compare tries all, saves none and recommends one."""
+    expert_dim: int | None = None
+    """Hidden width of each expert; None is a sixteenth of the MLP's beside it, and all of it in its place."""
+    redraw: float = 0.0
+    """Copies: share of each expert's hidden units that are drawn anew."""
+    noise: float = 0.0
+    """Copies: added to each expert, relative to the deviation of its weights."""
+    capacity_factor: float | None = None
+    """Sparse routers: room for tokens."""
+
+
+@dataclass(frozen=True)
+class Upcycle(UpcycleOptions, OthersWeights):
+    """Make a model with experts from a dense one, save it, and say how far its output is from the dense one's."""
+
+    dense: str
+    """A saved model, a run, a Hub id (user/name), or others' weights: a .safetensors or .npz file, or their folder
+    (original ViT, big_vision, timm, Hugging Face, open_clip, torchvision)."""
+    _: KW_ONLY
+    data: str | None = None
+    """Images for the routers and the report: a folder, or a source as in training."""
+    split: str = "train"
+    images: int = 128
+    """Images of --data: so many for the routers, and as many others for the report."""
+    out: str | None = None
+    """Folder of the new model; None only reports."""
+    image_size: int | None = None
+    """Image size of others' weights whose positions do not tell."""
+    seed: int = 0
+
+    def run(self, report: Callable[[str], None] = lambda line: None) -> Upcycled | str:
+        """Return the model and its distance, or with init "compare" the table; both can be printed."""
+        from softmoe.transfer.upcycling import run_upcycle
+
+        return run_upcycle(self, report)

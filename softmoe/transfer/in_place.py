@@ -23,8 +23,8 @@ from softmoe.models import MoEConfig
 from softmoe.moe import ExpertsBeside, MoE
 from softmoe.moe.record import evaluating
 from softmoe.transfer.mlps import TwoModuleMLP, hidden_width, linears, read_mlp
-from softmoe.transfer.upcycle import INITS, NARROW, relative
-from softmoe.transfer.upcycle_routers import init_router
+from softmoe.transfer.upcycling import INITS, NARROW, relative
+from softmoe.transfer.upcycling_routers import init_router
 
 MAX_BATCHES = 8  # that are looked at, of any number
 OUTPUTS = ("logits", "image_embeds", "pooler_output", "last_hidden_state")  # of several, the first of these is compared

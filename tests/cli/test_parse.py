@@ -71,7 +71,7 @@ def test_functions_take_the_fields_of_their_command(tmp_path: Path):
             call()
 
 
-NO_MODEL_IS_RUN = ("CostArguments", "UploadArguments", "UpcycleArguments")  # the last on the processor only
+NO_MODEL_IS_RUN = ("CostArguments", "UploadArguments", "Upcycle")  # the last on the processor only
 OF_ITS_OWN = ("PlanArguments", "SelftestArguments")  # devices that need not be here; every precision
 
 

@@ -14,7 +14,7 @@ from softmoe.storage.checkpoint import read_checkpoint
 from softmoe.train import TextSection, TrainConfig, train
 from softmoe.train.folder import write_model
 from softmoe.train.log import read_metrics
-from softmoe.transfer.soup import greedy_soup, soup
+from softmoe.transfer.soups import greedy_soup, soup
 
 TEXT = TextSection(size="ti", width=16, depth=2, heads=2, mlp_dim=16, vocab_size=400, mask_padding=True)
 

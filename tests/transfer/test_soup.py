@@ -11,7 +11,7 @@ import torch
 from softmoe import save_pretrained
 from softmoe.convert import from_pretrained
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
-from softmoe.transfer.soup import greedy_soup, soup
+from softmoe.transfer.soups import greedy_soup, soup
 
 SHAPE = ViTConfig(
     image_size=8,

@@ -6,8 +6,8 @@ from convert.plain import PlainViT, flax_names, timm_names
 
 from softmoe.convert import from_timm, from_vit
 from softmoe.models import VisionTransformer, ViTConfig
-from softmoe.transfer.upcycle import compare_starts, distance, upcycle
-from softmoe.transfer.upcycle_routers import place_directions, refine, spherical_k_means
+from softmoe.transfer.upcycling import compare_starts, distance, upcycle
+from softmoe.transfer.upcycling_routers import place_directions, refine, spherical_k_means
 
 SHAPE = ViTConfig(image_size=(12, 16), patch_size=4, width=24, depth=4, mlp_dim=32, heads=2, num_classes=5)
 IMAGES = torch.randn(16, 3, 12, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from softmoe.models import VisionTransformer
+from softmoe.models.transformer import MLP, Block
 from softmoe.moe import ExpertsBeside, MoE, Router, SoftRouter
 from softmoe.moe.soft import l2_normalize
 from softmoe.moe.sparse import SparseRouter
@@ -27,6 +29,37 @@ SCALES = tuple(2.0**power for power in range(13))  # 1 to 4096
 ROUNDS = 20  # of k-means; clusters hardly change after these
 STEPS, RATE, IMAGES = 100, 0.01, 16  # of refining: Adam steps, rate relative to the parameters' size, images a step
 RIDGE = 1e-3  # regularization, in mean variances of a coordinate
+
+
+def fit_routers(
+    dense: VisionTransformer, model: VisionTransformer, images: Tensor, init: str, report: Callable[[str], None]
+) -> None:
+    """Set the routers layer after layer, each on the tokens that reach it through the layers already set."""
+    x_BMD, grid = encoder_input(model, images), model.embed.grid(images.shape[2], images.shape[3])
+    for index, block in enumerate(model.encoder.blocks):
+        assert isinstance(block, Block)
+        if isinstance(block.mlp, MoE) and can_start_near(block.mlp.router):
+            report(f"block {index}: setting the router on {len(images)} images")
+            init_router(block.mlp, layers(dense, index), block.norm2(block.attend(x_BMD)), init)
+        x_BMD = block(x_BMD, None, grid)
+
+
+def encoder_input(model: VisionTransformer, images: Tensor) -> Tensor:
+    """(B, M, D): patches with their positions."""
+    caught: list[Tensor] = []
+    hook = model.encoder.register_forward_pre_hook(lambda module, given: caught.append(given[0]))
+    try:
+        model.forward_features(images)
+    finally:
+        hook.remove()
+    return caught[0]
+
+
+def layers(model: VisionTransformer, index: int) -> MoE | MLP:
+    block = model.encoder.blocks[index]
+    assert isinstance(block, Block)
+    assert isinstance(block.mlp, MoE | MLP)
+    return block.mlp
 
 
 def init_router(layer: MoE, mlp: nn.Module, x_BMD: Tensor, init: str) -> None:

@@ -7,19 +7,24 @@ Letters: B images, M tokens, D width, H hidden width, N experts.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from softmoe.budget import cost
+from softmoe.convert.foreign import open_foreign, with_options
+from softmoe.data import evaluation_batches, open_source
+from softmoe.evaluate.inputs import evaluation_transform, random_subset
 from softmoe.models import MoEConfig, VisionTransformer
-from softmoe.models.transformer import MLP, Block
+from softmoe.models.transformer import MLP
 from softmoe.moe import Experts, ExpertsBeside, MoE
 from softmoe.moe.record import evaluating
+from softmoe.storage import Preprocessing, load_saved, open_saved, save_pretrained
 from softmoe.storage.adapters import dense_name
-from softmoe.transfer.upcycle_routers import WAYS, can_start_near, init_router
+from softmoe.transfer import Upcycle, UpcycleOptions
+from softmoe.transfer.upcycling_routers import WAYS, fit_routers, layers
 
 INITS = ("beside", "copy", *WAYS, "closest")
 NARROW = 16  # experts beside an MLP have this part of its hidden width
@@ -98,29 +103,29 @@ def upcycle(
     num_experts: int = 16,
     slots_per_expert: int = 1,
     *,
-    blocks: str | Sequence[int] = "last_half",
-    router: str = "soft",
-    init: str = "beside",
-    noise: float = 0.0,
-    redraw: float = 0.0,
     images: Tensor | None = None,
     held_out: Tensor | None = None,
     report: Callable[[str], None] = lambda line: None,
     **options: Any,
 ) -> Upcycled:
-    """Give the MLPs of `blocks` ("last_half", or indices) experts; the dense model stays as it is.
+    """Give the MLPs of a dense model experts; the dense model stays as it is.
 
-    `init` says how. "beside" keeps the MLPs and adds narrow experts (hidden width `expert_dim`, by default a
-    sixteenth of the MLP's) whose output begins at zero: the new model is at first exactly the old one. All others put
-    copies of the MLP in its place and differ in how the routers start: "copy" leaves them fresh; "centers" and
-    "positions" set them from the tokens of `images` (B, 3, height, width) so that each token comes back from a slot
-    with tokens like it, or with its neighbors; "closest" takes for each layer the better of the two and refines it by
-    gradient descent. Beside an MLP, routers take the better of the two if there are images. `redraw` is the share of
-    each copy's hidden units that are drawn anew, `noise` the deviation of what is added to each copy, relative to that
-    of the weights. `options` are those of the router and of MoEConfig. The distance is measured on `held_out` images
-    if given, else on `images`, else on noise. `report` is told of the progress.
+    `options` are the fields of `UpcycleOptions` (blocks, router, init, expert_dim, redraw, noise), and those of the
+    router and of MoEConfig. With init "beside" the new model is at first exactly the old one. "centers" and
+    "positions" set the routers from the tokens of `images` (B, 3, height, width) so that each token comes back from a
+    slot with tokens like it, or with its neighbors; "closest" takes for each layer the better of the two and refines
+    it by gradient descent. Beside an MLP, routers take the better of the two if there are images. The distance is
+    measured on `held_out` images if given, else on `images`, else on noise. `report` is told of the progress.
     """
     config = dense.config
+    own = {f.name for f in fields(UpcycleOptions)}
+    asked = UpcycleOptions(
+        experts=num_experts, slots=slots_per_expert, **{name: options.pop(name) for name in own & options.keys()}
+    )
+    init, noise, redraw = asked.init, asked.noise, asked.redraw
+    for name in ("expert_dim", "capacity_factor"):
+        if getattr(asked, name) is not None:
+            options[name] = getattr(asked, name)
     if config.moe is not None:
         raise ValueError("only a dense model can be upcycled, and this one has experts already")
     if init not in INITS:
@@ -137,10 +142,10 @@ def upcycle(
         raise ValueError(
             f"experts of init={init!r} are copies of the MLPs in their place: leave out expert_dim and keep_mlp"
         )
-    options["blocks"] = None if blocks == "last_half" else parse_blocks(blocks)
-    if slots_per_expert != 1:  # not every router has slots
-        options["slots_per_expert"] = slots_per_expert
-    moe = MoEConfig.of(router, num_experts, **options)
+    options["blocks"] = parse_blocks(asked.blocks)
+    if asked.slots != 1:  # not every router has slots
+        options["slots_per_expert"] = asked.slots
+    moe = MoEConfig.of(asked.router, asked.experts, **options)
     model = copy_model(dense, replace(config, moe=moe))
     if images is None and init not in ("beside", "copy"):
         raise ValueError(
@@ -176,8 +181,9 @@ def compare_starts(
     """Try every start that `upcycle` has for what is given, and return a table that ends in a recommendation."""
     starts = []
     for init in INITS if given.get("images") is not None else ("beside", "copy"):
-        narrow = {"expert_dim": expert_dim} if expert_dim and init == "beside" else {}
-        starts.append(upcycle(dense, num_experts, slots_per_expert, init=init, **narrow, **given))
+        width = (expert_dim or None) if init == "beside" else None
+        fixed: dict[str, Any] = {"init": init, "expert_dim": width, "noise": 0.0, "redraw": 0.0}
+        starts.append(upcycle(dense, num_experts, slots_per_expert, **{**given, **fixed}))
     best = min(starts, key=lambda s: (s.distance.features, s.flops))
     lines = ["start       features away  same class  FLOPs of dense  parameters of dense"]
     for s in starts:
@@ -187,10 +193,41 @@ def compare_starts(
     return "\n".join([*lines, f"recommended: {best.init}, the nearest to the dense model on {count}"])
 
 
-def parse_blocks(blocks: str | Sequence[int]) -> tuple[int, ...]:
-    if isinstance(blocks, str):
-        raise ValueError(f"blocks must be 'last_half' or indices, got {blocks!r}")
-    return tuple(blocks)
+def parse_blocks(blocks: str | Sequence[int]) -> tuple[int, ...] | None:
+    """Return block numbers, also of a text as in 6,7,8; None for the last half."""
+    if blocks == "last_half":
+        return None
+    if not isinstance(blocks, str):
+        return tuple(blocks)
+    parts = blocks.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(
+            f"blocks must be 'last_half' or indices, got {blocks!r}: "
+            "--blocks must be last_half or block numbers as in 6,7,8"
+        )
+    return tuple(int(part) for part in parts)
+
+
+def run_upcycle(a: Upcycle, report: Callable[[str], None]) -> Upcycled | str:
+    """Read the dense model and the images, give it experts, and save it if asked to."""
+    torch.manual_seed(a.seed)
+    foreign = open_foreign(with_options(a.dense, a.told | {"image_size": a.image_size}))
+    saved = foreign or open_saved(a.dense)
+    dense = load_saved(saved) if foreign is None else foreign.model
+    options: dict[str, Any] = {f.name: getattr(a, f.name) for f in fields(UpcycleOptions)}
+    counts = options.pop("experts"), options.pop("slots")
+    if a.data is not None:
+        source = random_subset(open_source(a.data, a.split), 2 * a.images, a.seed)
+        transform = evaluation_transform(saved.preprocessing or Preprocessing(dense.config.image_shape))
+        both = next(iter(evaluation_batches(source, transform, len(source)))).images
+        options |= {"images": both[::2], "held_out": both[1::2]}
+    if a.init == "compare":
+        return compare_starts(dense, *counts, report=report, **options)
+    start = upcycle(dense, *counts, report=report, **options)
+    if a.out is not None:
+        made = {"upcycled_from": a.dense, "init": a.init, "distance": start.distance.features}
+        save_pretrained(start.model, a.out, provenance=made, preprocessing=saved.preprocessing, classes=saved.classes)
+    return start
 
 
 def copy_model(dense: VisionTransformer, config: Any) -> VisionTransformer:
@@ -216,37 +253,6 @@ def copy_model(dense: VisionTransformer, config: Any) -> VisionTransformer:
         ):
             stacked.copy_(value.expand_as(stacked))
     return model.train(dense.training)
-
-
-def layers(model: VisionTransformer, index: int) -> MoE | MLP:
-    block = model.encoder.blocks[index]
-    assert isinstance(block, Block)
-    assert isinstance(block.mlp, MoE | MLP)
-    return block.mlp
-
-
-def fit_routers(
-    dense: VisionTransformer, model: VisionTransformer, images: Tensor, init: str, report: Callable[[str], None]
-) -> None:
-    """Set the routers layer after layer, each on the tokens that reach it through the layers already set."""
-    x_BMD, grid = encoder_input(model, images), model.embed.grid(images.shape[2], images.shape[3])
-    for index, block in enumerate(model.encoder.blocks):
-        assert isinstance(block, Block)
-        if isinstance(block.mlp, MoE) and can_start_near(block.mlp.router):
-            report(f"block {index}: setting the router on {len(images)} images")
-            init_router(block.mlp, layers(dense, index), block.norm2(block.attend(x_BMD)), init)
-        x_BMD = block(x_BMD, None, grid)
-
-
-def encoder_input(model: VisionTransformer, images: Tensor) -> Tensor:
-    """(B, M, D): patches with their positions."""
-    caught: list[Tensor] = []
-    hook = model.encoder.register_forward_pre_hook(lambda module, given: caught.append(given[0]))
-    try:
-        model.forward_features(images)
-    finally:
-        hook.remove()
-    return caught[0]
 
 
 def add_noise(model: VisionTransformer, noise: float) -> None:
