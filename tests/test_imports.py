@@ -14,7 +14,8 @@ import softmoe
 ROOT = Path(softmoe.__file__).parent
 WRITER = "storage.files"  # how files are written: it imports the standard library alone
 BUILDER = "accelerate.build"  # how C++ is built and loaded: it needs nothing of the rooms
-MIDDLE = {"models", "moe", "storage", "machine", BUILDER, "accelerate.guards", "__version__"}
+SHARED = {"accelerate.guards", "accelerate.torch_private"}
+MIDDLE = {"models", "moe", "storage", "machine", BUILDER, "__version__"} | SHARED
 UPPER = MIDDLE | {"accelerate", "budget", "parallel", "inference", "convert", "data"}
 TOP = UPPER | {"train", "transfer", "evaluate", "inspection"}
 ALL = TOP | {"studies", "recipes", "bench", "report", "cli"}

@@ -3,8 +3,8 @@
 Letters: W devices, E of them own the experts together, S keep the other weights together (softmoe.parallel has the
 picture); B images per device, N experts, D width.
 
-Weights, gradients, optimizer state and what is sent are exact: softmoe.parallel.dry_run counts the same in a trace of
-the real step. Activations are those of `memory`, buffers those of FSDP, and together they come within a tenth of the
+Weights, gradients, optimizer state and what is sent are exact: tests/parallel/dry_run.py counts the same in a trace
+of the real step. Activations are those of `memory`, buffers those of FSDP, and together they come within a tenth of the
 trace (with recomputation they may be a quarter above it). The time is a roofline, whose assumptions are in `Hardware`
 and `step_seconds`.
 """

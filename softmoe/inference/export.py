@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from softmoe.accelerate.torch_private import compile_package
 from softmoe.inference.prepared import prepare
 from softmoe.machine import Precision, choose_precision
 from softmoe.storage.files import write_json, write_text
@@ -141,14 +142,7 @@ def _torch_export(model: nn.Module, images: Tensor, target: Path) -> Run:
 
 
 def _aoti(model: nn.Module, images: Tensor, target: Path) -> Run:
-    from torch._inductor import aoti_compile_and_package, aoti_load_package
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        aoti_compile_and_package(trace(model, images), package_path=str(target))
-    except InvalidCxxCompiler as error:
-        raise ValueError("aoti compiles the model and needs a C++ compiler: install g++") from error
-    return aoti_load_package(str(target))
+    return compile_package(trace(model, images), target)
 
 
 def _onnx(model: nn.Module, images: Tensor, target: Path) -> Run:

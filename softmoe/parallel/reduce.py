@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from softmoe.accelerate.torch_private import multiply_all_
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
@@ -67,7 +69,7 @@ def clip_by_global_norm(
     found = norm(gradients)
     if max_norm is not None and (found.device.type != "cpu" or found > max_norm):  # elsewhere asking would be waiting
         parts = [local(gradient) for gradient in gradients]
-        torch._foreach_mul_(parts, (max_norm / found).clamp(max=1.0))  # pyright: ignore[reportPrivateImportUsage]
+        multiply_all_(parts, (max_norm / found).clamp(max=1.0))
     return found
 
 
@@ -92,10 +94,9 @@ def gather_rows(rows: Tensor) -> Tensor:
     """
     if ranks() == 1:
         return rows
-    from torch.distributed._functional_collectives import all_gather_tensor_autograd, wait_tensor  # slow to import
+    from torch.distributed.nn.functional import all_gather  # slow to import
 
-    assert dist.group.WORLD is not None
-    return wait_tensor(all_gather_tensor_autograd(rows.contiguous(), 0, dist.group.WORLD))
+    return torch.cat(all_gather(rows))
 
 
 def first_row(rows: Tensor) -> int:

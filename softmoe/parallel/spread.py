@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.modules.module import (
@@ -28,6 +27,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from softmoe.accelerate.torch_private import set_timeout
 from softmoe.budget.plan import Layout
 from softmoe.models import TwoTower, VisionTransformer, ViTConfig
 from softmoe.models.transformer import Block
@@ -70,7 +70,7 @@ def make_mesh(expert: int = 1, shard: int = 1, device_type: str = "cpu", *, time
     rest = init_device_mesh(device_type, (sizes.world // shard, shard), mesh_dim_names=("replicate", "shard"))
     if timeout is not None:
         for group in (*experts.get_all_groups(), *rest.get_all_groups()):
-            _set_pg_timeout(timeout, group)
+            set_timeout(group, timeout)
     return Mesh(sizes, experts, rest)
 
 

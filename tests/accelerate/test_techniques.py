@@ -186,26 +186,3 @@ def test_the_builder_loads_nothing_else() -> None:
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     loaded = set(eval(done.stdout))
     assert loaded <= {f"softmoe.{n}" for n in ("machine", "accelerate", "accelerate.build", "storage", "storage.files")}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "_C._len_torch_dispatch_stack",
-        "_C._are_functorch_transforms_active",
-        "_C._functorch.is_legacy_batchedtensor",
-        "_C._storage_Use_Count",
-        "_fused_adamw_",
-        "ops.mkldnn._linear_pointwise",
-        "nn.modules.module._global_forward_hooks",
-        "nn.modules.module._global_backward_pre_hooks",
-    ],
-)
-def test_private_names_of_torch(name: str) -> None:
-    """These are not promised by torch. Without the first three no compiled pass knows when it may stand for torch's;
-    without the fourth a view of a kept gradient is not seen; without the fifth there is no AdamW with moments in
-    bfloat16; without the sixth linear layers are torch's own; without the others hooks for all modules are not seen."""
-    place: object = torch
-    for part in name.split("."):
-        place = getattr(place, part)
-    assert place is not None

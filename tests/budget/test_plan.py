@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from parallel.dry import trace_all
+from parallel.dry_run import trace_all
 from routers import moe_of
 
 from softmoe.budget.plan import DEVICES, Layout, Plan, Settings, best_plan, layouts, most_experts, plans

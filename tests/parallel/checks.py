@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from parallel.dry_run import Sent
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
@@ -22,7 +23,6 @@ from softmoe.models.classification import class_weights, softmax_cross_entropy
 from softmoe.moe import Experts
 from softmoe.moe.record import Recording
 from softmoe.parallel import experts, spread
-from softmoe.parallel.dry_run import Sent
 from softmoe.storage import shards
 from softmoe.storage.checkpoint import (
     Checkpoint,
