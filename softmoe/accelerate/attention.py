@@ -95,7 +95,7 @@ def attend(
     query_eps: float,
     key_eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """(B, M, D), the heads side by side, and (B, A, M), the logarithms of the softmax' sums."""
+    """Return (B, M, D), the heads side by side, and (B, A, M), the logarithms of the softmax' sums."""
     return _forward(KERNEL.library, _Inputs(qkv_BMC, bias_C, query_E, key_E), mask_BM, heads, (query_eps, key_eps))
 
 

@@ -59,7 +59,7 @@ def _pool_of(weight: Tensor) -> "GradientBuffers | None":
 
 
 def total_norm(gradients: list[Tensor]) -> Tensor:
-    """The norm of all together. What was added up when it was written is not read again."""
+    """Return the norm of all together. What was added up when it was written is not read again."""
     known = {pointer: squares for pool in _POOLS for pointer, squares in pool.known_squares()}
     if not known:
         return torch.nn.utils.get_total_norm(gradients)
@@ -139,7 +139,7 @@ class GradientBuffers:
         self._squares[weight.data_ptr()] = (gradient.detach(), gradient._version, squares) if first else None
 
     def known_squares(self) -> Iterator[tuple[int, float]]:
-        """The addresses of gradients that were left alone since they were written, and their sums."""
+        """Return the addresses of gradients that were left alone since they were written, and their sums."""
         for gradient, version, squares in filter(None, self._squares.values()):
             if gradient._version == version:
                 yield gradient.data_ptr(), squares

@@ -52,7 +52,7 @@ class Kernel:
         self._found: ctypes.CDLL | str | None = None
 
     def why_not(self) -> str | None:
-        """The reason why there is no library, or None where it works."""
+        """Return the reason why there is no library, or None where it works."""
         if turned_off():
             return "turned off by SOFTMOE_ACCELERATE"
         if self._found is None:
@@ -101,7 +101,7 @@ def _as_c(argument: Tensor | np.ndarray | int | float | None) -> Any:
 
 
 def build(source: Path, native: tuple[str, ...] = _NATIVE) -> Path:
-    """The shared library, compiled if it is not in the cache. Its name holds all that decides what is inside."""
+    """Return the shared library, compiled if it is not in the cache. Its name holds all that decides what is inside."""
     compiler = next((c for c in (os.environ.get("CXX"), "g++", "clang++", "c++") if c and shutil.which(c)), None)
     if compiler is None:
         raise CannotBuild("no C++ compiler was found (g++ or clang++)")
@@ -191,7 +191,7 @@ def _texts(source: Path) -> list[str]:
 
 
 def processor() -> str:
-    """The description that -march=native depends on; a cache folder may be shared by different machines."""
+    """Return the description that -march=native depends on; a cache folder may be shared by different machines."""
     try:
         text = CPUINFO.read_text(encoding="utf-8")
     except OSError:

@@ -74,7 +74,7 @@ def kernel_is_faster(name: str, plain: Implementation, kernel: Implementation, *
 
 
 def too_old(device: torch.device) -> Choice | None:
-    """A refusal for GPUs without products of bfloat16, on which triton's compiler may end the process."""
+    """Return a refusal for GPUs without products of bfloat16, on which triton's compiler may end the process."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return Choice(False, "torch: the kernels need compute capability 8.0")
     return None
@@ -103,7 +103,7 @@ def compare(
 
 
 def outputs_and_gradients(way: Implementation, inputs: tuple[Tensor, ...], grad: bool) -> list[Tensor]:
-    """The output on copies of the inputs, and the gradients of those that have some, for ones behind the output.
+    """Return the output on copies of the inputs, and the gradients of those that have some, for ones behind the output.
 
     What is kept for them is nobody else's: a block that is computed twice counts what was kept the first time, and a
     trial that it saw then and does not see again would mix up its tensors.
@@ -167,7 +167,7 @@ def kernel_errors(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[st
 
 
 def timings() -> list[str]:
-    """A line for each shape that was timed so far."""
+    """Return a line for each shape that was timed so far."""
     return [
         f"{key[0]} {' '.join('x'.join(map(str, part)) for part in key[1:-3])} {key[-3]}".replace("torch.", "")
         + f"{', with gradients' if key[-1] else ''}: {choice.why}"

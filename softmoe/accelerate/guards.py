@@ -39,7 +39,7 @@ def exchange(model: nn.Module, plain: type[nn.Module], fast: type[nn.Module], *,
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The class a module had before a technique changed it, or its own."""
+    """Return the class a module had before a technique changed it, or its own."""
     return getattr(type(module), "plain_class", type(module))
 
 

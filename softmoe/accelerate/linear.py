@@ -34,7 +34,7 @@ class OneDNNLinear(nn.Linear):
         return super().forward(input)
 
     def without_bias(self, input: Tensor) -> Tensor:
-        """The product alone, of tensors to which a kernel applies."""
+        """Return the product alone, of tensors to which a kernel applies."""
         return linear(input, self.weight, None) if use_onednn() else F.linear(input, self.weight)
 
 

@@ -185,7 +185,7 @@ def self_test(library: ctypes.CDLL) -> bool:
 def in_one_pass(
     library: ctypes.CDLL, flat: Flat, noise: Tensor, seed: tuple[int, int], group: dict[str, Any], threads: int
 ) -> None:
-    """`seed` is the number of the step and that of the parameter."""
+    """Update a group in one pass; `seed` is the number of the step and that of the parameter."""
     beta1, beta2 = group["betas"]
     step, rate = seed[0], group["lr"]
     assert all(tensor.is_contiguous() for tensor in (*flat, noise))

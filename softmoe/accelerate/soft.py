@@ -100,7 +100,7 @@ def similarity(x_BMD: Tensor, slots_DS: Tensor, normalize: bool) -> Tensor:
 
 
 def similarity_gradient(d_BMS: Tensor, x_BMD: Tensor, slots_DS: Tensor, normalize: bool) -> tuple[Tensor, Tensor]:
-    """The gradients of x and slots, from x as it came."""
+    """Return the gradients of x and slots, from x as it came."""
     tokens_BMD = x_BMD.to(slots_DS.dtype)
     d_unit_BMD = d_BMS @ slots_DS.T
     if not normalize:

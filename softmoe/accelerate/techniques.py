@@ -44,7 +44,7 @@ class Report:
         return {t.name: "on" if t.on else f"off: {t.why}" for t in self.techniques}
 
     def timed(self) -> list[str]:
-        """A line for each shape at which a kernel was timed against torch so far: which is used, and both times."""
+        """List each shape at which a kernel was timed against torch so far: which is used, and both times."""
         return fastest.timings()
 
     def summary(self) -> str:
@@ -81,7 +81,7 @@ def remove(model: nn.Module) -> None:
 
 
 def technique_names() -> list[str]:
-    """The files here that are techniques."""
+    """Return the files here that are techniques."""
     names = sorted(info.name for info in pkgutil.iter_modules(softmoe.accelerate.__path__))
     return [name for name in names if hasattr(import_module(f"softmoe.accelerate.{name}"), "switch_on")]
 

@@ -76,7 +76,7 @@ def _(x_NSD: Tensor, w1_NDH: Tensor, b1_NH: Tensor, w2_NDH: Tensor, b2_ND: Tenso
 
 @torch.library.custom_op("softmoe::triton_mlp_backward", mutates_args=())
 def hidden_gradient(d_NSD: Tensor, w2_NDH: Tensor, hidden_NSH: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of the hidden rows before the activation, and the hidden rows after it."""
+    """Return the gradient of the hidden rows before the activation, and the hidden rows after it."""
     from softmoe.accelerate.kernels.product import product_gelu_backward
 
     return product_gelu_backward(d_NSD, w2_NDH, hidden_NSH)

@@ -103,7 +103,7 @@ def by_kernels(normalize: bool, shape: tuple[int, int], mask: Tensor | None, x_B
 
 @torch.library.custom_op("softmoe::soft_logits", mutates_args=())
 def soft_logits(x_BMD: Tensor, slots_DS: Tensor, normalize: bool) -> Tensor:
-    """(B, M, S) in float32."""
+    """Return the logits (B, M, S) in float32."""
     from softmoe.accelerate.kernels.soft import logits
 
     return logits(x_BMD, slots_DS.contiguous(), normalize, EPS)
@@ -146,7 +146,7 @@ def _(logits_BMS: Tensor, mask: Tensor | None, x_BMD: Tensor, P: int) -> tuple[T
 def soft_dispatch_backward(
     d_NSD: Tensor, logits_BMS: Tensor, mask: Tensor | None, x_BMD: Tensor, slots_NSD: Tensor, sums_BS: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of logits and tokens."""
+    """Return the gradients of logits and tokens."""
     from softmoe.accelerate.kernels.soft import logits_gradient, to_tokens
 
     d_NSD = d_NSD.contiguous()
@@ -179,7 +179,7 @@ soft_dispatch.register_autograd(_dispatch_backward, setup_context=_save_dispatch
 
 @torch.library.custom_op("softmoe::soft_combine", mutates_args=())
 def soft_combine(logits_BMS: Tensor, mask: Tensor | None, slots_NSD: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens (B, M, D), and the logarithms of the softmax' sums (B, M)."""
+    """Return tokens (B, M, D), and the logarithms of the softmax' sums (B, M)."""
     from softmoe.accelerate.kernels.soft import log_sum_exp, to_tokens
 
     sums_BM = log_sum_exp(logits_BMS, None, over_tokens=False)
@@ -196,7 +196,7 @@ def _(logits_BMS: Tensor, mask: Tensor | None, slots_NSD: Tensor) -> tuple[Tenso
 def soft_combine_backward(
     d_BMD: Tensor, logits_BMS: Tensor, mask: Tensor | None, slots_NSD: Tensor, y_BMD: Tensor, sums_BM: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of logits and slots."""
+    """Return the gradients of logits and slots."""
     from softmoe.accelerate.kernels.soft import logits_gradient, to_slots
 
     d_BMD = d_BMD.contiguous()
@@ -224,5 +224,5 @@ soft_combine.register_autograd(_combine_backward, setup_context=_save_dispatch)
 
 
 def by_image(rows_NS: Tensor, logits_BMS: Tensor) -> Tensor:
-    """(N, B*P) -> (B, N*P)."""
+    """Put the rows of an image together: (N, B*P) -> (B, N*P)."""
     return rows_NS.unflatten(1, (len(logits_BMS), -1)).transpose(0, 1).reshape(len(logits_BMS), -1).contiguous()

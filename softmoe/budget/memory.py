@@ -22,7 +22,7 @@ WAITING = 64 << 20  # bytes of small gradients that updates in the backward pass
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one training step."""
+    """The bytes that one training step needs."""
 
     weights: int
     gradients: int

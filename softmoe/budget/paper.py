@@ -141,7 +141,7 @@ LARGE = frozenset({93, 96, 99, 101, 102, 103, 106})  # Pareto rows that no conve
 
 @dataclass(frozen=True)
 class Misfit:
-    """`refs` are rows of the Pareto table; empty where the misfit is in the long-run tables."""
+    """A number of the paper that our count misses; `refs` are rows of the Pareto table, none for long runs."""
 
     title: str
     refs: tuple[int, ...]
@@ -183,7 +183,7 @@ MISFITS = (
 
 @dataclass(frozen=True)
 class Comparison:
-    """`error` is (ours - paper) / paper of the exaFLOP column, `gflop_error` that of GFLOP/img (long runs only)."""
+    """Compares a row with ours: `error` is (ours - paper) / paper of exaFLOP, `gflop_error` of GFLOP/img."""
 
     run: LongRun | ParetoRun
     params: int

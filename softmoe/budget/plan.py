@@ -110,7 +110,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes on one device."""
+    """The bytes that one device holds."""
 
     weights: int
     gradients: int
@@ -126,7 +126,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one device puts through each kind of collective in a step: the size of its larger side."""
+    """The bytes that one device puts through each kind of collective in a step: the size of its larger side."""
 
     all_to_all: int
     gather: int

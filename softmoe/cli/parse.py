@@ -110,7 +110,7 @@ def one_line(box: str) -> str:
 
 
 def check_new(path: str | Path | None, option: str = "--out") -> None:
-    """ValueError for a file that is there already."""
+    """Raise ValueError for a file that is there already."""
     if path is not None and Path(path).is_file():
         raise ValueError(f"{path} is there already: choose another {option}, or remove it")
 

@@ -85,7 +85,7 @@ class SoupArguments(OnDevice):
 
 
 def check_empty(out: str | None) -> None:
-    """ValueError for a folder of the user's that a new model would take the place of."""
+    """Raise ValueError for a folder of the user's that a new model would take the place of."""
     if out is not None and Path(out).exists() and any(Path(out).iterdir()):
         raise ValueError(f"{out} is there already: choose another --out, or remove it")
 
@@ -111,7 +111,7 @@ def soup_command(argv: list[str]) -> int:
 
 
 def accuracy_on(a: SoupArguments, device: torch.device) -> Callable[[nn.Module], float]:
-    """Top-1 on the data, prepared as the first model says."""
+    """Return a function that measures top-1 on the data, prepared as the first model says."""
     import torch
 
     from softmoe.data import evaluation_batches, open_source

@@ -178,7 +178,7 @@ def read_tensors(path: str | PathLike[str]) -> Mapping[str, Any]:
 
 
 def read_safetensors(folder: Path, files: Iterable[str]) -> Tensors:
-    """The tensors of one or several files. ValueError if one of them is in two."""
+    """Return the tensors of one or several files. ValueError if one of them is in two."""
     with WeightFiles(folder, files) as weights:
         return {name: weights.tensor(name) for name in weights.names}
 

@@ -157,7 +157,7 @@ def _noise(count: int, device: torch.device) -> torch.Tensor:
 
 
 def soft_labels(labels: torch.Tensor, classes: int) -> torch.Tensor:
-    """(B, C) float32 from (B,) class numbers; what is float already is returned as it is."""
+    """Turn (B,) class numbers into (B, C) float32; what is float already is returned as it is."""
     import torch
 
     return labels if labels.is_floating_point() else torch.nn.functional.one_hot(labels, classes).to(torch.float32)

@@ -71,7 +71,7 @@ class Batch:
         return _unpacked, tuple(p.numpy() if isinstance(p, torch.Tensor) and p.nbytes <= _SMALL else p for p in parts)
 
     def pin_memory(self) -> Batch:
-        """The batch in memory that a GPU can copy from by itself; torch's loader calls this in a thread of its own."""
+        """Copy to memory that a GPU can copy from by itself; torch's loader calls this in a thread of its own."""
         return dataclasses.replace(self, **{name: value.pin_memory() for name, value in tensors_of(self).items()})
 
 
@@ -119,7 +119,7 @@ class Raw:
         return self.raw and torch.cuda.is_available()
 
     def pin_if_needed(self, batch: Batch) -> Batch:
-        """A batch that was made in this process, where it is wanted."""
+        """Return a batch that was made in this process, where it is wanted."""
         return batch.pin_memory() if self.pinned else batch
 
 
@@ -175,7 +175,7 @@ class TrainBatches(Raw):
 
 
 def with_draws(batch: Batch, seed: int, step: int, first: int) -> Batch:
-    """The batch with its draws, if a caption is to be chosen. `first` is the place of its first image in the whole."""
+    """Add its draws to a batch, if a caption is to be chosen. `first` is the place of its first image in the whole."""
     if all(len(captions) < 2 for captions in batch.captions):
         return batch
     places = np.arange(first, first + len(batch), dtype=np.uint64)

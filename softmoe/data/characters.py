@@ -103,7 +103,7 @@ class CharactersSource(DrawnSource):
         return examples
 
     def read_captions(self, indices: Sequence[int] | np.ndarray) -> list[tuple[str, ...]]:
-        """Without drawing the scenes."""
+        """Read captions without drawing the scenes."""
         rows = self.rows(indices)
         return self._captions(self.scenes(rows), rows)
 
@@ -191,7 +191,7 @@ class Written:
 
 @dataclass
 class Scenes:
-    """Everything that B pictures show; the labelled character is the largest, and the last that is drawn.
+    """Describe all that B pictures show; the labelled character is the largest, and the last that is drawn.
 
     Captions speak of it and of the first companion.
     """
@@ -251,7 +251,7 @@ def _written(
 
 
 def draw(glyphs: Glyphs, scenes: Scenes, size: int) -> np.ndarray:
-    """(B, size, size, 3) uint8."""
+    """Draw the scenes as (B, size, size, 3) uint8."""
     count = len(scenes.paper)
     planes = np.empty((3, count, size, size), dtype=np.float32)
     planes[:] = _PAPERS[scenes.paper].T[:, :, None, None]

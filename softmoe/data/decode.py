@@ -73,7 +73,7 @@ class _Refused(Exception):
 
 
 def read_image_file(path: Path, name: str, most: int = MAX_BYTES) -> bytes:
-    """The bytes of a regular file of at most `most` bytes; BrokenImage for anything else, and for pipes at once."""
+    """Read a regular file of at most `most` bytes; BrokenImage for anything else, and for pipes at once."""
     try:
         flags = [getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY")]
         handle = os.open(path, os.O_RDONLY | sum(flags))
@@ -91,7 +91,7 @@ def read_image_file(path: Path, name: str, most: int = MAX_BYTES) -> bytes:
 
 
 def read_member(archive: ByteReader, offset: int, size: int, name: str) -> bytes:
-    """The bytes of an image within an archive, as `read_image_file` gives those of a file."""
+    """Return the bytes of an image within an archive, as `read_image_file` gives those of a file."""
     if size > MAX_BYTES:
         raise BrokenImage(name, f"the file is larger than {MAX_BYTES:,} bytes")
     try:
@@ -277,7 +277,7 @@ def _wanted_side(min_side: MinSide, height: int, width: int) -> int:
 
 
 def to_rgb(image: Image.Image) -> np.ndarray:
-    """(h, w, 3) uint8 from any Pillow mode. Transparent pixels lie on white; 16-bit and float grays are scaled to 8."""
+    """Make (h, w, 3) uint8 from any Pillow mode. Transparent pixels lie on white; 16-bit and float grays are scaled."""
     if image.mode.startswith("I;16"):
         gray = np.asarray(image).astype(np.uint32) >> 8
     elif image.mode in ("I", "F"):

@@ -50,7 +50,7 @@ class TooManySlow(ValueError):
 
 
 def pixel_reader(transform: Transform, max_pixels: int = MAX_PIXELS) -> Read:
-    """A function for `Decoders`: an image file -> (H, W, 3) uint8 of the model's size, as bytes."""
+    """Return a function for `Decoders`: an image file -> (H, W, 3) uint8 of the model's size, as bytes."""
     return partial(_read_pixels, transform, max_pixels)
 
 
@@ -62,7 +62,7 @@ def _read_pixels(transform: Transform, max_pixels: int, data: bytes) -> bytes:
 
 
 def image_in(body: bytes, content_type: str) -> bytes:
-    """The body itself, or the one file in a multipart form. ValueError for a form without exactly one."""
+    """Return the body itself, or the one file in a multipart form. ValueError for a form without exactly one."""
     if not content_type.lower().startswith("multipart/form-data"):
         return body
     import python_multipart
@@ -144,7 +144,7 @@ def _decode_requests(pipe: Connection, read: Read, seconds: float) -> None:
 
 
 class Decoders:
-    """`count` processes that call `read` (picklable) on images, each for `seconds` at most; used in one event loop."""
+    """Has `count` processes call `read` (picklable) on images, each for `seconds` at most; used in one event loop."""
 
     def __init__(self, read: Read, count: int = 2, seconds: float = 5.0):
         if count < 1 or seconds <= 0:

@@ -22,7 +22,7 @@ HOST = ("indices", "draws")
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with images and labels on the device. Copies from pinned memory to CUDA are not waited for; on mps they
+    """Copy images and labels to the device. Copies from pinned memory to CUDA are not waited for; on mps they
     must be, since torch would free what is still being copied."""
     if device.type == "cpu":
         return batch
@@ -68,7 +68,7 @@ class Feed:
         return None
 
     def take(self) -> Any:
-        """The batch that was fetched. Work that is given to the device from now on comes after its arrival."""
+        """Return the batch that was fetched. Work that is given to the device from now on comes after its arrival."""
         batch, self._next = self._next, None
         if self.stream is not None:
             now = torch.cuda.current_stream(self.device)

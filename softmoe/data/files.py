@@ -46,7 +46,7 @@ class Names:
 
 
 def file_size(path: str | Path) -> int:
-    """Bytes of a regular file; -1 for anything else, a dangling link too."""
+    """Return the bytes of a regular file; -1 for anything else, a dangling link too."""
     try:
         facts = os.stat(path)
     except (OSError, ValueError):
@@ -94,8 +94,8 @@ class _Headers(io.BufferedReader):
 
 
 def tar_members(path: Path) -> Iterator[tuple[str, int, int]]:
-    """(name, offset, size) of each regular file in an uncompressed tar, in the order of the tar. Every member must
-    lie within the file and behind the one before, or tarfile would go round in circles."""
+    """Yield (name, offset, size) of each regular file in an uncompressed tar, in its order. Every member must lie
+    within the file and behind the one before, or tarfile would go round in circles."""
     whole, last = path.stat().st_size, -1
     try:
         with io.FileIO(path) as raw, tarfile.open(fileobj=_Headers(raw), mode="r:") as tar:
@@ -147,7 +147,7 @@ def fetched(address: str) -> Path:
 
 
 def unpacked(path: Path) -> Path:
-    """`path` itself, or for a .gz (.tgz) file its uncompressed copy in the cache, made once.
+    """Return `path` itself, or for a .gz (.tgz) file its uncompressed copy in the cache, made once.
 
     Several processes may ask at once, and a killed one leaves nothing that looks finished. The name of the copy holds
     the size and time of the original: a changed file is a new copy.

@@ -67,7 +67,7 @@ class Loader:
         self._batches = TrainBatches(source, transform, batch_size, seed, world, rank, captions, raw)
 
     def batches(self, start_step: int = 0) -> Iterator[Batch]:
-        """The endless stream from step `start_step` on: a resumed run sees what an uninterrupted one would have."""
+        """Yield without end from step `start_step` on: a resumed run sees what an uninterrupted one would have."""
         if self.workers == 0 and getattr(self.source, "read_batch", None) is not None:
             firsts = itertools.count(start_step, self.prefetch)
             groups = (self._batches.make_batches(range(first, first + self.prefetch)) for first in firsts)
@@ -104,7 +104,7 @@ def evaluation_batches(
     captions: bool = True,
     raw: bool = False,
 ) -> Iterator[Batch]:
-    """Each readable example once, in order; unreadable ones are left out and listed in their batch."""
+    """Yield each readable example once, in order; unreadable ones are left out and listed in their batch."""
     _check_workers(workers, prefetch)
     maker = EvaluationBatches(source, transform, batch_size, world, rank, captions, raw)
     return _load_batches(maker, range(len(maker)), workers, prefetch)
@@ -125,7 +125,7 @@ class Buffers:
 
     @classmethod
     def within(cls, limit: int, workers: int, prefetch: int, batch_bytes: int) -> Buffers:
-        """The wanted numbers, lowered to take at most `limit` bytes: first what is prepared ahead, then workers."""
+        """Lower the wanted numbers to take at most `limit` bytes: first what is prepared ahead, then workers."""
         room = max(2, limit // max(1, batch_bytes))  # batches
         workers = min(workers, room // 2)
         return cls(workers, max(1, min(prefetch, room // max(1, workers) - 1)), batch_bytes)

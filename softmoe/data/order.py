@@ -24,7 +24,7 @@ def mix64(z: np.ndarray) -> np.ndarray:
 
 
 def uniforms(key: int, indices: np.ndarray, count: int) -> np.ndarray:
-    """(len(indices), count) float64 in [0, 1): splitmix64 of (key, index, column), a pure function of the three."""
+    """Draw (len(indices), count) float64 in [0, 1): splitmix64 of (key, index, column), a pure function of them."""
     state = np.uint64(key) + mix64(indices.astype(np.uint64) + GOLDEN)
     columns = np.arange(1, count + 1, dtype=np.uint64) * GOLDEN
     return (mix64(state[:, None] + columns[None, :]) >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -42,7 +42,7 @@ class Dice:
         return low + (high - low) * column
 
     def spans(self, low: tuple[float, ...], high: tuple[float, ...]) -> np.ndarray:
-        """(B, n), the same as n columns one after the other."""
+        """Draw (B, n), the same as n columns one after the other."""
         first, self.used = self.used, self.used + len(low)
         return np.array(low) + (np.array(high) - np.array(low)) * self.table[:, first : self.used]
 
@@ -63,7 +63,7 @@ def order(
     blocks: Sequence[int] | None = None,
     mix: int = 8,
 ) -> np.ndarray:
-    """(batch_size // world,) int64: the examples of step `step` on process `rank`.
+    """Return the examples of step `step` on process `rank`: (batch_size // world,) int64.
 
     `batch_size` counts the whole batch over all `world` processes; together the ranks hold exactly the batch
     that one process would. With `blocks` (shard sizes that sum to `length`) an epoch visits the shards in
@@ -97,7 +97,7 @@ def check_batch(batch_size: int, world: int, rank: int) -> None:
 
 
 def permute(places: np.ndarray, length: int, keys: np.ndarray) -> np.ndarray:
-    """The images of `places` (each in 0..length-1) under the permutations of 0..length-1 chosen by `keys` (uint64)."""
+    """Permute `places` (each in 0..length-1) by the permutations of 0..length-1 chosen by `keys` (uint64)."""
     half = max(1, ((length - 1).bit_length() + 1) // 2)  # the network permutes 0 .. 2**(2 * half) - 1
     result = _feistel(places.astype(np.uint64), keys, half)
     outside = np.flatnonzero(result >= length)

@@ -164,7 +164,7 @@ class Placed:
 
 @dataclass
 class Scenes:
-    """Everything that B pictures show; `ground` is the one thing beside the class that captions name."""
+    """Describe all that B pictures show; `ground` is the one thing beside the class that captions name."""
 
     object: Placed
     companion: Placed

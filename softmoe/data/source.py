@@ -69,7 +69,7 @@ class Source(Protocol):
         return self.read(index)
 
     def read(self, index: int, min_side: MinSide = None) -> Example:
-        """The example, its image perhaps decoded smaller, but never with a shorter side below `min_side`."""
+        """Return the example, its image perhaps decoded smaller, but never with a shorter side below `min_side`."""
         ...
 
 
@@ -88,14 +88,14 @@ class DrawnSource(Source):
         return self.read_batch([index])[0]
 
     def read(self, index: int, min_side: MinSide = None) -> Example:
-        """`min_side` is not needed: the pictures are drawn at the size asked for at opening."""
+        """Draw examples; `min_side` is not needed, since pictures have the size asked for at opening."""
         return self[index]
 
     def read_batch(self, indices: Sequence[int] | np.ndarray, captions: bool = True) -> list[Example]:
         raise NotImplementedError
 
     def rows(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """The indices as an array. IndexError for one that is not there."""
+        """Return the indices as an array. IndexError for one that is not there."""
         rows = np.asarray(indices, dtype=np.int64)
         if rows.size and (rows.min() < 0 or rows.max() >= self.length):
             raise IndexError(f"{self.kind} has the examples 0 to {self.length - 1}, not {rows.min()} to {rows.max()}")
@@ -128,7 +128,7 @@ _WITHOUT_PATH = ("shapes", "characters", "digits")
 
 
 def open_source(uri: str, split: str) -> Source:
-    """The source that `uri` names, its sub-set `split` ("train", "val", or any name the source has)."""
+    """Return the source that `uri` names, its sub-set `split` ("train", "val", or any name the source has)."""
     scheme, path, options = parse_uri(uri)
     module, function = _SCHEMES[scheme]
     opener = getattr(import_module(module), function)
@@ -169,7 +169,7 @@ def parse_uri(uri: str) -> tuple[str, str, dict[str, str]]:
 
 
 def fingerprint(*parts: str | bytes | Iterable[int]) -> str:
-    """A short stable hash of what the data is: the same on every machine and at every path."""
+    """Return a short stable hash of what the data is: the same on every machine and at every path."""
     digest = hashlib.blake2b(digest_size=12)
     for part in parts:
         raw = part.encode(errors="surrogateescape") if isinstance(part, str) else part  # names need not be text
@@ -213,7 +213,7 @@ def shortened(value: object) -> str:
 
 
 def positive_int(name: str, value: str | int) -> int:
-    """An option's value as a positive whole number."""
+    """Return an option's value as a positive whole number."""
     try:
         number = int(value)
     except ValueError:

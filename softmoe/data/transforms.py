@@ -65,7 +65,7 @@ class TransformConfig:
 
     @property
     def size(self) -> tuple[int, int]:
-        """(height, width)."""
+        """Return (height, width)."""
         return self.image_size if isinstance(self.image_size, tuple) else (self.image_size, self.image_size)
 
 

@@ -140,7 +140,7 @@ def open_wds(
     mix: str = "8",
     split_name: str = "",
 ) -> WdsSource:
-    """`split_name=any` says that a pattern without {split} serves for every split."""
+    """Open shards; `split_name=any` says that a pattern without {split} serves for every split."""
     if order not in ("examples", "shards"):
         raise ValueError(f"The option order is 'examples' or 'shards', not {order!r}.")
     if "{split}" not in pattern and split != "train" and split_name != "any":

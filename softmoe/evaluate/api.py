@@ -31,7 +31,7 @@ Result = TypeVar("Result", covariant=True)
 
 @dataclass(frozen=True, kw_only=True)
 class OnDevice:
-    """The options of every command that runs a model: where, and with which numbers."""
+    """Say where a model runs and with which numbers: the options of every command that runs one."""
 
     device: str = "auto"
     """auto (a CUDA device if there is one, else the processor), cpu, cuda, cuda:1 or mps."""
@@ -42,7 +42,7 @@ class OnDevice:
 
 @dataclass(frozen=True, kw_only=True)
 class OverImages(OnDevice):
-    """The options of every command that runs a saved model over images."""
+    """Say how a saved model runs over images: the options of every command that does."""
 
     image_size: int | tuple[int, int] | None = None
     """Pixels, or HEIGHTxWIDTH; the size the model was saved with if not given."""
@@ -52,13 +52,13 @@ class OverImages(OnDevice):
 
     @property
     def model_options(self) -> dict[str, Any]:
-        """Arguments for `load` and `load_towers`."""
+        """Return arguments for `load` and `load_towers`."""
         return {"device": self.device, "image_size": self.image_size, "precision": self.precision}
 
 
 @dataclass(frozen=True, kw_only=True)
 class OthersWeights:
-    """Facts that a file of others' weights does not tell; `MODEL?mean=0.5&std=0.5` says the same."""
+    """Tell what a file of others' weights does not; `MODEL?mean=0.5&std=0.5` says the same."""
 
     mean: str | None = None
     """Others' weights: mean of the pixels in [0, 1] they were trained with, as 0.5 or 0.485,0.456,0.406."""
@@ -71,13 +71,13 @@ class OthersWeights:
 
     @property
     def told(self) -> dict[str, Any]:
-        """Argument `told` of `load`."""
+        """Return the argument `told` of `load`."""
         return {f.name: getattr(self, f.name) for f in fields(OthersWeights)}
 
 
 @dataclass(frozen=True)
 class OneModel(OthersWeights):
-    """The model of a command that takes others' weights too."""
+    """Name the model of a command that takes others' weights too."""
 
     model: str | Path
     """A saved model, a run, a Hub id (user/name), or others' weights: a .safetensors or .npz file, or their folder."""
@@ -85,7 +85,7 @@ class OneModel(OthersWeights):
 
 @dataclass(frozen=True)
 class TwoTowerModel:
-    """The model of a command for images and texts."""
+    """Name the model of a command for images and texts."""
 
     model: str | Path
     """Folder of a saved model with two towers or of its run, or a Hub id (user/name)."""
@@ -93,13 +93,13 @@ class TwoTowerModel:
 
 @dataclass(frozen=True, kw_only=True)
 class OverFeatures(OverImages):
-    """The options of the commands that compute features, which are kept for the next time."""
+    """Say how features are computed, and if they are kept for the next time."""
 
     cache: bool = True
     """Do not keep the features in $SOFTMOE_CACHE (or ~/.cache/softmoe)."""
 
     def feature_options(self, progress: Progress | None) -> dict:
-        """Arguments for `extract`."""
+        """Return arguments for `extract`."""
         names = ("batch_size", "workers", "cache")
         return {name: getattr(self, name) for name in names} | {"progress": progress}
 
@@ -173,7 +173,7 @@ class FewShot(OneModel, OverFeatures):
     test_examples: int | None = None
 
     def run(self, progress: Progress | None = None) -> dict[str, Any]:
-        """Accuracies by data and number of shots; nearest neighbors and a probe if asked."""
+        """Return accuracies by data and number of shots; nearest neighbors and a probe if asked."""
         from softmoe.evaluate.probes import run_fewshot
 
         return run_fewshot(self, progress)
@@ -193,7 +193,7 @@ class Predict(OneModel, OverImages):
     """Prepare the model for fast inference, with its experts stored so; mapped: for models larger than the memory."""
 
     def run(self, progress: Progress | None = None) -> tuple[list[Prediction], list[Unreadable]]:
-        """Classes and features of what can be read, and what cannot."""
+        """Return classes and features of what can be read, and what cannot."""
         from softmoe.evaluate.classify import run_predict
 
         return run_predict(self, progress)
@@ -211,7 +211,7 @@ class Retrieve(TwoTowerModel, OverFeatures):
     """Search among so many images only, chosen at random (always the same ones)."""
 
     def run(self, progress: Progress | None = None) -> dict[str, Any]:
-        """Recalls with all captions of every image. Images without a caption are left out."""
+        """Return recalls with all captions of every image. Images without a caption are left out."""
         from softmoe.evaluate.towers import run_retrieve
 
         return run_retrieve(self, progress)
@@ -233,7 +233,7 @@ class ZeroShot(TwoTowerModel, OverFeatures):
     """Evaluate on so many images only, chosen at random (always the same ones)."""
 
     def run(self, progress: Progress | None = None) -> dict[str, Any]:
-        """Top-1 and top-5, the chance of a guess, and what was measured."""
+        """Return top-1 and top-5, the chance of a guess, and what was measured."""
         from softmoe.evaluate.towers import run_zeroshot
 
         return run_zeroshot(self, progress)
@@ -256,7 +256,7 @@ class Search(TwoTowerModel, OverFeatures):
     batch_size: int = 64
 
     def run(self, progress: Progress | None = None) -> Hits:
-        """The `top` images that are nearest to the text; equal ones in order of name."""
+        """Return the `top` images that are nearest to the text; equal ones in order of name."""
         from softmoe.evaluate.find import run_search
 
         return run_search(self, progress)

@@ -86,7 +86,7 @@ def count(
 
 
 def class_count(model: nn.Module) -> int:
-    """Number of classes the model tells apart."""
+    """Return the number of classes the model tells apart."""
     head = getattr(model, "head", None)
     classes = getattr(head, "out_features", None)
     if classes is None:

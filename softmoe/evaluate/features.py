@@ -61,7 +61,7 @@ def extract(
     cache: Path | bool | None = True,
     progress: Progress | None = None,
 ) -> Features:
-    """The vector before the head for every image of the source: from the cache if they are there, else computed.
+    """Return the vector before the head for every image of the source: from the cache if they are there, else computed.
 
     `cache` is a folder, True for the usual one, or False (None) to keep the features in memory only.
     """
@@ -87,7 +87,7 @@ def cache_key(model: VisionTransformer, source: Source, transform: Transform) ->
 
 
 def model_hash(model: VisionTransformer) -> str:
-    """A hash of the architecture and of every weight, so a model changed in memory is another model."""
+    """Return a hash of the architecture and of every weight, so a model changed in memory is another model."""
     digest = hashlib.blake2b(json.dumps(model.config.to_dict(), sort_keys=True).encode(), digest_size=16)
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
@@ -136,7 +136,7 @@ def _compute(
 
 
 def batch_features(model: VisionTransformer, batch: Batch) -> torch.Tensor:
-    """(B, D) float32: the vectors before the head, where the model is."""
+    """Return the vectors before the head, (B, D) float32, where the model is."""
     return model.forward_vector(batch.images).float()
 
 

@@ -57,7 +57,7 @@ def _facts(path: Path) -> str:
 
 
 def run_search(options: Search, progress: Progress | None = None) -> Hits:
-    """The `top` images that are nearest to the text; equal ones in order of name."""
+    """Return the `top` images that are nearest to the text; equal ones in order of name."""
     if not normal_text(options.query):
         raise ValueError("the text to search for is empty")
     if options.top < 1:

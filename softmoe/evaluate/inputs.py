@@ -200,7 +200,7 @@ class NewLabels(Source):
 
 
 def read_labels(path: str | Path) -> dict[str, list[int]] | list[list[int]]:
-    """A JSON list or object of lists of class numbers."""
+    """Read a JSON list or object of lists of class numbers."""
     values = read_json(Path(path))
     rows = values.values() if isinstance(values, dict) else values if isinstance(values, list) else [None]
     if not all(isinstance(row, list) and all(type(label) is int for label in row) for row in rows):
@@ -209,7 +209,7 @@ def read_labels(path: str | Path) -> dict[str, list[int]] | list[list[int]]:
 
 
 def match_classes(source: Source, classes: Sequence[str] | None, outputs: int) -> tuple[Source, str]:
-    """The source with labels in the model's numbering, and how they were matched: by name or by number.
+    """Return the source with labels in the model's numbering, and how they were matched: by name or by number.
 
     By name if the model knows its classes and all of the data's are among them (data of a few of the classes works
     too); else by number, if there are as many.

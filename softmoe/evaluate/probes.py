@@ -53,7 +53,7 @@ def nearest_neighbors(
 
 
 def unit_rows(features: Features, start: int = 0, stop: int | None = None) -> Tensor:
-    """(rows, D) of length one, copied: the features themselves are mapped from a file and read-only."""
+    """Return rows (rows, D) of length one, copied: the features themselves are mapped from a file and read-only."""
     return F.normalize(torch.from_numpy(features.vectors[start:stop].copy()), dim=1)
 
 
@@ -144,7 +144,7 @@ def _measure(x_nD: Tensor, labels_n: Tensor, W_RDC: Tensor, bias_RC: Tensor) -> 
 
 
 def run_fewshot(options: FewShot, progress: Progress | None = None) -> dict[str, Any]:
-    """Accuracies by data and number of shots; nearest neighbors and a probe if asked."""
+    """Return accuracies by data and number of shots; nearest neighbors and a probe if asked."""
     if not as_list(options.data):
         raise ValueError("give at least one source of images: softmoe fewshot MODEL DATA")
     loaded = load(options.model, told=options.told, **options.model_options)

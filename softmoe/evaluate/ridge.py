@@ -59,20 +59,20 @@ class Ridge:
         return cls(mean_D, std_D, Z_nD, Y_nC, np.maximum(eigenvalues, 0.0), vectors)
 
     def weights(self, l2: float) -> np.ndarray:
-        """(D, C), the bias last."""
+        """Return the weights (D, C), the bias last."""
         Q, inverse_r = self.vectors, self._inverse(l2)
         if _tall(self.Z_nD):
             return Q @ (inverse_r[:, None] * (Q.T @ (self.Z_nD.T @ self.Y_nC)))
         return self.Z_nD.T @ (Q @ (inverse_r[:, None] * (Q.T @ self.Y_nC)))
 
     def scores(self, x_tD: np.ndarray, l2: float) -> np.ndarray:
-        """(t, C) for features of other images."""
+        """Return scores (t, C) for features of other images."""
         W_DC = self.weights(l2)
         parts = [self._standardized(x_tD[i : i + _CHUNK]) @ W_DC for i in range(0, len(x_tD), _CHUNK)]
         return np.concatenate(parts)
 
     def left_out(self, l2: float) -> np.ndarray:
-        """(n, C): what the solution without example i says of example i (standardized as with it)."""
+        """Return (n, C): what the solution without example i says of example i (standardized as with it)."""
         Q, inverse_r = self.vectors, self._inverse(l2)
         if _tall(self.Z_nD):  # I - H in place of l2 G: the factor cancels
             A_nD = self.Z_nD @ Q
@@ -117,7 +117,7 @@ class FewShotResult:
     """Number of classes that have fewer examples than shots, where there are such."""
 
     def numbers(self) -> dict[str, float]:
-        """`name/10shot`: the mean over seeds."""
+        """Return the mean over seeds by `name/10shot`."""
         return {
             f"{name}/{shots}shot": float(np.mean(values))
             for name, by_shots in self.accuracies.items()
@@ -191,7 +191,7 @@ def fit_shots(train: Features, order: Sequence[np.ndarray], shots: int) -> Ridge
 
 
 def choose_by_leave_one_out(ridge: Ridge, grid: Sequence[float]) -> float:
-    """The l2 of the best accuracy over left-out examples; among equals, that of the smallest squared error."""
+    """Return the l2 of the best accuracy over left-out examples; among equals, that of the smallest squared error."""
     truth_n = ridge.Y_nC.argmax(1)
 
     def quality(l2: float) -> tuple[float, float]:
@@ -202,7 +202,7 @@ def choose_by_leave_one_out(ridge: Ridge, grid: Sequence[float]) -> float:
 
 
 def choose_by_test(accuracies: Sequence[np.ndarray]) -> int:
-    """Index of the l2 with the best mean rank: one for all data sets and seeds, as the paper's code does."""
+    """Return the index of the l2 with the best mean rank: one for all data sets and seeds, as the paper's code does."""
     ranks = [np.argsort(np.argsort(row)) for row in accuracies]
     return int(np.argmax(np.mean(ranks, axis=0)))
 

@@ -59,7 +59,7 @@ class Towers:
         return next(self.model.parameters()).device
 
     def embed_texts(self, texts: Sequence[str], batch_size: int = 256) -> Tensor:
-        """(t, E) float32, each row of length 1."""
+        """Return the vectors of texts, (t, E) float32, each row of length 1."""
         rows = []
         with evaluating(self.model), torch.inference_mode():
             for start in range(0, len(texts), batch_size):
@@ -68,7 +68,7 @@ class Towers:
         return torch.cat(rows) if rows else torch.zeros(0, self.model.text.projection.out_features)
 
     def embed_images(self, source: Source, **options: Any) -> tuple[Tensor, Features]:
-        """(n, E) float32 of the readable images, and their features, which are kept on disk for the next time.
+        """Return (n, E) float32 of the readable images, and their features, which are kept on disk for the next time.
 
         `options` are those of `extract`: batch_size, workers, cache, progress.
         """
@@ -132,13 +132,13 @@ def run_retrieve(options: Retrieve, progress: Progress | None = None) -> dict[st
 
 
 def recalls(rank: Tensor, at: Sequence[int] = AT) -> dict[str, float]:
-    """Share of the ranks (from 0) below each k, and the median rank counted from 1."""
+    """Return the share of the ranks (from 0) below each k, and the median rank counted from 1."""
     found = {f"recall@{k}": float((rank < k).double().mean()) for k in at}
     return found | {"median_rank": float(rank.double().median()) + 1}
 
 
 def ranks(rows_rE: Tensor, owner_r: Tensor, others_cE: Tensor, owner_c: Tensor, block: int = _BLOCK) -> Tensor:
-    """(r,): for each row, how many others of another owner are at least as near as the nearest of its own.
+    """Count for each row (r,) how many of another owner are at least as near as the nearest of its own.
 
     From texts to images each row has one such other, from images to texts several.
     """
@@ -178,7 +178,7 @@ def canonical(text: str) -> str:
 
 
 def run_zeroshot(options: ZeroShot, progress: Progress | None = None) -> dict[str, Any]:
-    """Top-1 and top-5, the chance of a guess, and what was measured."""
+    """Return top-1 and top-5, the chance of a guess, and what was measured."""
     source = random_subset(open_source(options.data, options.split), options.examples)
     if not source.classes:
         raise ValueError("this data has no classes, so nothing can be right or wrong; try `softmoe retrieve`")
@@ -202,14 +202,14 @@ def run_zeroshot(options: ZeroShot, progress: Progress | None = None) -> dict[st
 
 
 def read_templates(given: Sequence[str]) -> Sequence[str]:
-    """The sentences as given, or the lines of one .txt file."""
+    """Return the sentences as given, or the lines of one .txt file."""
     if len(given) != 1 or not given[0].endswith(".txt"):
         return given
     return [line.strip() for line in Path(given[0]).read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
 def class_vectors(towers: Towers, names: Sequence[str], templates: Sequence[str]) -> Tensor:
-    """(C, E) of length 1: the mean of the vectors of all templates."""
+    """Return (C, E) of length 1: the mean of the vectors of all templates."""
     texts = [template.replace(_PLACE, name) for name in names for template in templates]
     text_CTE = towers.embed_texts(texts).unflatten(0, (len(names), len(templates)))
     return unit(text_CTE.mean(1))
@@ -249,7 +249,7 @@ def class_names(source: Source, file: str | Path | None) -> tuple[str, ...]:
 
 
 def read_names(file: str | Path, classes: Sequence[str]) -> list[str]:
-    """A JSON list in the order of the labels, or an object by the data's names or by number; of several the first."""
+    """Read a list in the order of the labels, or an object by the data's names or numbers; of several the first."""
     values = read_json(Path(file))
     rows: list[Any]
     if isinstance(values, list):

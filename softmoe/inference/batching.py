@@ -156,7 +156,7 @@ class Metrics:
             self._buckets[index] += seconds <= limit
 
     def text(self, gauges: Mapping[str, float], counters: Mapping[str, float]) -> str:
-        """All counts, with values that others keep."""
+        """Return all counts as text, with values that others keep."""
         lines = ["# TYPE softmoe_requests_total counter"]
         for (path, status), count in sorted(self._requests.items()):
             lines.append(f'softmoe_requests_total{{path="{path}",status="{status}"}} {count}')

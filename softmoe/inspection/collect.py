@@ -31,7 +31,7 @@ FINEST = 255
 
 @dataclass(frozen=True)
 class Steps:
-    """Numbers as low + step * code."""
+    """Keeps numbers as low + step * code."""
 
     codes: np.ndarray
     low: float
@@ -66,12 +66,12 @@ class WeightTable:
     slot_S: Steps | None = None
 
     def dispatch(self) -> np.ndarray:
-        """(M, S)"""
+        """Return the dispatch weights (M, S)."""
         rest_MS = self.rest_MS.values()
         return softmax(self.token_M.values()[:, None] + rest_MS, 0) if self.soft and self.token_M else rest_MS
 
     def combine(self) -> np.ndarray:
-        """(M, S)"""
+        """Return the combine weights (M, S)."""
         rest_MS = self.rest_MS.values()
         return softmax(self.slot_S.values()[None, :] + rest_MS, 1) if self.soft and self.slot_S else rest_MS
 

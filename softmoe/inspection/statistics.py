@@ -106,7 +106,7 @@ class DenseStatistics:
 
 
 class SparseStatistics:
-    """Assignments of one layer: who is dropped, how full the experts are, in how many experts a token is."""
+    """Counts assignments of one layer: who is dropped, how full the experts are, in how many experts a token is."""
 
     def __init__(self, experts: int):
         self.importance = Importance(experts, 1)
@@ -216,7 +216,7 @@ class SlotWidth:
             self.counts_LM[i] += np.bincount(needed_BS.ravel(), minlength=self.counts_LM.shape[1])
 
     def result(self) -> dict[str, Any]:
-        """Means over images for each slot, and the quantiles over all slots of all images (exact)."""
+        """Return means over images for each slot, and exact quantiles over all slots of all images."""
         images = max(self.images, 1)
         levels = {
             str(level): {

@@ -33,7 +33,7 @@ class Histogram:
 
 
 class CurveBands:
-    """Mean and central bands of cumulative sums: how much the k largest of a row's weights make together.
+    """Keeps mean and central bands of cumulative sums: how much the k largest of a row's weights make together.
 
     At each of up to 256 ranks the values, which lie in 0..1, are counted in `bins` bins. The mean is exact; a quantile
     is off by less than one bin (0.002).

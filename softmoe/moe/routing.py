@@ -183,7 +183,7 @@ def no_autocast(x: Tensor) -> AbstractContextManager:
 
 
 class Moves(NamedTuple):
-    """Indices that move rows from tokens to slots and back. Slot r holds token `token_R[r]`, or none where that is T.
+    """Moves rows from tokens to slots and back, by indices. Slot r holds token `token_R[r]`, or none where that is T.
 
     The gradient of each move is the other move. Autograd's own rules would multiply a copy of all slots, add rows one
     by one, and keep more tensors.

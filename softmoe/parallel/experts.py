@@ -29,7 +29,7 @@ weights is what takes the time, and halves would read them twice."""
 
 
 class OwnedExperts(Experts):
-    """(N, S, D) -> (N, S, D) as `Experts`, of which each rank of `mesh` keeps and computes N/E.
+    """Computes (N, S, D) -> (N, S, D) as `Experts`, of which each rank of `mesh` keeps N/E.
 
     The parameters have the names and (as DTensors) the shapes of all N experts. Their gradient is that of the mean of
     the ranks' losses over `mesh`.

@@ -159,7 +159,7 @@ def router_of(run: RunRecord) -> SoftConfig | None:
 
 
 def best(runs: list[RunRecord]) -> RunRecord | None:
-    """The run with the highest validation accuracy at its end, if any has one."""
+    """Return the run with the highest validation accuracy at its end, if any has one."""
     return max(
         (run for run in runs if run.last("val/top1") is not None), key=lambda r: r.last("val/top1"), default=None
     )

@@ -58,7 +58,7 @@ class Checkpoint:
 
     @cached_property
     def tensors(self) -> dict[str, Tensors]:
-        """All tensors, whole, in this process."""
+        """Return all tensors, whole, in this process."""
         found = {
             n: {k: torch.empty(s.shape, dtype=s.dtype) for k, s in specs.items()} for n, specs in self.specs.items()
         }
@@ -177,7 +177,7 @@ def read_manifest(folder: Path) -> tuple[int, dict[str, FileFacts]]:
 
 
 def check_parts(folder: Path, names: list[Path]) -> None:
-    """ValueError for a file of parts that the manifest does not name: all that are there would be read."""
+    """Raise ValueError for a file of parts that the manifest does not name: all that are there would be read."""
     for part in {name.parts[0] for name in names if len(name.parts) > 1}:
         found = {path.relative_to(folder) for path in (folder / part).iterdir()}
         if strangers := sorted(found - set(names)):
@@ -197,7 +197,7 @@ def check_file(path: Path, expected: FileFacts) -> None:
 
 
 def check_texts(texts: Mapping[str, Any], step: int) -> None:
-    """ValueError unless all that state.json says of the step is the manifest's."""
+    """Raise ValueError unless all that state.json says of the step is the manifest's."""
     state = texts.get("state", {})
     progress, data = (state.get(part, {}) if isinstance(state, dict) else None for part in ("progress", "data"))
     if not isinstance(progress, dict) or not isinstance(data, dict):
@@ -264,7 +264,7 @@ def restore(
 
 
 def check_moments(moments: Tensors, found: Checkpoint) -> None:
-    """ValueError for what no run of so many steps has: other numbers of updates, or means of squares below zero."""
+    """Raise ValueError for what no run of so many steps has: other numbers of updates, means of squares below zero."""
     for key, value in moments.items():
         whole: Any = value
         part = whole.to_local() if hasattr(whole, "to_local") else whole  # what this rank has of it

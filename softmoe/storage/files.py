@@ -334,7 +334,7 @@ def flatten(values: dict[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def check_keys(values: Any, known: Iterable[str], path: str) -> None:
-    """ValueError unless `values` is a table with no other keys than the known ones; `path` is written before a key."""
+    """Raise ValueError unless `values` is a table of known keys alone; `path` is written before a key."""
     if not isinstance(values, Mapping):
         raise ValueError(f"{path.rstrip('.') or 'it'} must be an object, not {reprlib.repr(values)}")
     names = dict.fromkeys(known)

@@ -99,7 +99,7 @@ class Study(LabOptions):
 
     @property
     def is_smoke_test(self) -> bool:
-        """Whether runs are too short to mean anything, so that there is no verdict."""
+        """Tell if runs are too short to mean anything, so that there is no verdict."""
         return self.scale == "tiny" and self.recipe is None
 
     def run(self, say: Callable[[str], None] = print) -> Iterator[Done]:

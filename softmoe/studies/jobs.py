@@ -50,7 +50,7 @@ class Job(Protocol):
         ...
 
     def identity(self) -> dict[str, Any]:
-        """Everything that decides the outcome, as plain values."""
+        """Return everything that decides the outcome, as plain values."""
         ...
 
     def flops(self) -> float: ...
@@ -109,7 +109,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class Finetuning:
-    """`config` is a recipe for fine-tuning; its model is replaced by the parent's."""
+    """Fine-tunes the parent's model; `config` is a recipe whose own model is not used."""
 
     parent: Training
     config: TrainConfig
@@ -137,7 +137,7 @@ class Finetuning:
 
 @dataclass(frozen=True)
 class Timing:
-    """Forward, backward and update on random images. One CPU thread is timed by its own clock: others do not count."""
+    """Times forward, backward and update on random images. One CPU thread has its own clock: others do not count."""
 
     model: ModelSection
     image_size: int
@@ -217,7 +217,7 @@ def health(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def deciding(config: TrainConfig) -> dict[str, Any]:
-    """The settings that can change a result, where they are not the usual ones: a new setting makes no new run."""
+    """Pick the settings that can change a result, where they are not the usual ones: a new setting makes no new run."""
     usual = flatten(TrainConfig().to_dict()) | {"model.weights": config.model.weights}  # which its parent decides
     kept = {key: value for key, value in flatten(config.to_dict()).items() if value != usual.get(key)}
     return {key: value for key, value in kept.items() if key in COUNTS or not any(matches(key, rule) for rule in FREE)}

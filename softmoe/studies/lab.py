@@ -151,7 +151,7 @@ class Lab:
 
 
 def wide(width: int) -> dict[str, Any]:
-    """The settings of a model of this width; its heads stay as many."""
+    """Return the settings of a model of this width; its heads stay as many."""
     return {"width": width, "mlp_dim": 4 * width}
 
 

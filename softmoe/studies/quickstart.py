@@ -130,7 +130,7 @@ class Named(Store):
 
 
 def models(runs: Path, seed: int, tiny: bool) -> list[TrainConfig]:
-    """The settings of all runs, the one to look inside last."""
+    """Return the settings of all runs, the one to look inside last."""
     flagship, dense = (module.tiny() if tiny else module.recipe() for module in (quickstart, quickstart_dense))
     slots = flagship.model.resolve(None, quickstart.IMAGE).moe.num_experts  # pyright: ignore[reportOptionalMemberAccess]
     one = {"num_experts": 1, "slots_per_expert": slots}

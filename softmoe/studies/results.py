@@ -181,7 +181,7 @@ def paired(a: Mapping[int, float], b: Mapping[int, float]) -> Interval | None:
 
 
 def t_quantile(probability: float, freedom: int) -> float:
-    """The value below which a t variable of `freedom` degrees lies with this probability, 0.5 at least."""
+    """Return the value below which a t variable of `freedom` degrees lies with this probability, 0.5 at least."""
     if not 0.5 <= probability < 1.0 or freedom < 1:
         raise ValueError(f"expected a probability in [0.5, 1) and freedom of 1 at least, got {probability}, {freedom}")
     low, high = 0.0, math.pi / 2
@@ -252,7 +252,7 @@ def beside_controls(soft: Table, control: Callable[[str], Table]) -> Iterator[Cl
 
 
 def costs(table: Table, label: str = "method", unit: str = "soft") -> str:
-    """A table of every method: its means, and its training FLOPs and processor time, those of `unit` being 1."""
+    """Return a table of every method: its means, and its training FLOPs and processor time, those of `unit` being 1."""
     shares = {"tflops": "FLOPs", "cpu_seconds": "processor time"}
     measures = {name: QUALITY[name] for name in table.quality} | {"val_loss": "validation loss"} | shares
     lines = [["", *measures.values()]]

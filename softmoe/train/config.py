@@ -139,7 +139,7 @@ class ParallelSection:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """All settings of a run."""
+    """Holds all settings of a run."""
 
     run_name: str = "run"
     """The run is in the folder RUNS/RUN_NAME; the same command resumes it from there."""

@@ -168,7 +168,7 @@ def first_examples(batches: Iterable[Batch], examples: int) -> Iterator[Batch]:
 
 
 def share_of_first(batches: Iterable[Batch], examples: int, size: int) -> Iterator[Batch]:
-    """One rank's part of the first `examples`; `size` images are in a batch of all ranks."""
+    """Return one rank's part of the first `examples`; `size` images are in a batch of all ranks."""
     for batch in itertools.islice(batches, -(-examples // size)):
         yield slice_batch(batch, 0, int((batch.indices < examples).sum()))
 
@@ -185,7 +185,7 @@ def slice_batch(batch: Any, start: int, stop: int) -> Any:
 
 
 def split_batch(batch: Any, count: int) -> list[Any]:
-    """`count` equal parts."""
+    """Split a batch into `count` equal parts."""
     size = len(batch.images) // count
     return [batch] if count == 1 else [slice_batch(batch, i * size, (i + 1) * size) for i in range(count)]
 

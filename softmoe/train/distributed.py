@@ -63,7 +63,7 @@ class Team:
         return (self.rank,) if self.world > 1 else ()
 
     def check(self, config: TrainConfig, shape: ViTConfig) -> None:
-        """ValueError, before anything is built, for settings that these processes cannot share."""
+        """Raise ValueError, before anything is built, for settings that these processes cannot share."""
         if self.world == 1:
             return
         from softmoe import parallel
@@ -84,7 +84,7 @@ class Team:
     def spread(
         self, make: Callable[[], VisionTransformer | TwoTower], dtype: torch.dtype | None = None, compile: bool = False
     ) -> VisionTransformer | TwoTower:
-        """The model that `make` builds, over all processes; none of them ever holds it whole. Weights are sent in
+        """Spread the model that `make` builds over all processes; none of them ever holds it whole. Weights are sent in
         `dtype`."""
         if self.world == 1:
             return make()

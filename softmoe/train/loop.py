@@ -280,7 +280,7 @@ def save(run: Run) -> None:
 
 
 def finite_on_all(run: Run, weights: Mapping[str, Tensor]) -> Callable[[], bool]:
-    """A function that waits until copies from the device have arrived, and says whether the weights of all processes
+    """Return a function that waits until copies from the device have arrived, and says if the weights of all processes
     are finite. Of a device that is not waited for, the writer calls it."""
     arrived = event_on(run.device) if run.device.type == "cuda" else None
 

@@ -79,7 +79,7 @@ class ModelSection:
     the other settings of the model: model.top_k."""
 
     def resolve(self, num_classes: int | None, image_size: int | tuple[int, int]) -> ViTConfig:
-        """The model itself, for data of this many classes and this size."""
+        """Return the model itself, for data of this many classes and this size."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_SHAPE}
         overrides = {key: value for key, value in given.items() if value is not None}
         for_experts = {key: overrides.pop(key) for key in ("num_experts", *LAYER_OPTIONS) if key in overrides}
@@ -105,7 +105,7 @@ class ModelSection:
         return config
 
     def change(self, **settings: Any) -> "ModelSection":
-        """This section with other settings, those of the router among them. Another router keeps the options it has."""
+        """Change settings of this section, those of the router among them. Another router keeps the options it has."""
         own = {key: value for key, value in settings.items() if key in {f.name for f in fields(self)}}
         options = {key: value for key, value in settings.items() if key not in own}
         changed = replace(self, **own)
@@ -129,7 +129,7 @@ class ModelSection:
 
     @classmethod
     def from_dict(cls, values: Any, path: str = "") -> "ModelSection":
-        """None stands for what is not set: runs stored before said it of every option of every router."""
+        """Read a section; None stands for what is not set: older runs stored it for every option of every router."""
         if not isinstance(values, dict):
             return from_dict(cls, values, path)  # which says what is wrong
         types = {name: hint for name, hint in router_options().items() if name != "num_experts"}

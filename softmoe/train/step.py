@@ -110,7 +110,7 @@ def forward_backward(run: Run, batch: Any) -> tuple[Tensor, Tensor, dict[str, Te
 
 
 def joint_backward(run: Run, objective: Contrastive, parts: list[Any]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """`forward_backward` for a loss that compares all examples of the batch: embeddings of all parts without
+    """Do `forward_backward` for a loss that compares all examples of the batch: embeddings of all parts without
     gradients, then the loss and its gradient in them, then every part once more to carry that on into the weights.
     Memory is that of one part, and the gradient that of the whole batch, for each part draws the same random numbers
     again."""
@@ -138,14 +138,14 @@ def joint_backward(run: Run, objective: Contrastive, parts: list[Any]) -> tuple[
 
 
 def means(numbers: list[dict[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
-    """The mean over the parts of a batch of each number that the objective gave."""
+    """Return the mean over the parts of a batch of each number that the objective gave."""
     names = numbers[0]
     return {name: torch.stack([number_on(device, n[name]) for n in numbers]).mean() for name in names}
 
 
 def number_on(device: torch.device, value: Tensor | float) -> Tensor:
-    """A number of an objective on the device. One that the host has goes there with the call that fills in a number,
-    which nobody waits for."""
+    """Put a number of an objective on the device. One that the host has goes there with a call that fills it in, which
+    nobody waits for."""
     if isinstance(value, Tensor) and value.device.type == device.type:
         return value.detach()
     return torch.full((), float(value), device=device)
@@ -157,7 +157,7 @@ def balance_loss(run: Run) -> Tensor | None:
 
 
 def random_state(device: torch.device) -> tuple[Tensor, ...]:
-    """The state of the generators of dropout and routing noise, on the CPU and on the accelerator."""
+    """Return the state of the generators of dropout and routing noise, on the CPU and on the accelerator."""
     states = (torch.get_rng_state(),)
     if device.type == "mps":
         return (*states, torch.mps.get_rng_state())

@@ -35,7 +35,7 @@ NEARLY_THE_MEAN = 0.3  # layers of slots that tell tokens apart are nearer than 
 
 @dataclass(frozen=True)
 class Distance:
-    """Means over the images of |theirs - dense| / |dense|. An output equal to zero would be at distance 1."""
+    """Holds means over the images of |theirs - dense| / |dense|. An output equal to zero would be at distance 1."""
 
     features: float
     """Of the vector before the head."""
@@ -231,7 +231,7 @@ def run_upcycle(a: Upcycle, report: Callable[[str], None]) -> Upcycled | str:
 
 
 def copy_model(dense: VisionTransformer, config: Any) -> VisionTransformer:
-    """Everything of `dense`, its MLPs N times where `config` has experts in their place."""
+    """Copy all of `dense`, its MLPs N times where `config` has experts in their place."""
     first = next(dense.parameters())
     model = VisionTransformer(config).to(dtype=first.dtype, device=first.device)
     old = dense.state_dict()
@@ -319,6 +319,6 @@ def keep(seen: dict[int, tuple[Tensor, Tensor]], index: int):
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    """Mean over the images of |a - b| / |b|; 0 / 0 is 0."""
+    """Return the mean over the images of |a - b| / |b|; 0 / 0 is 0."""
     difference, length = (t.flatten(1).double().norm(dim=1) for t in (a - b, b))
     return float((difference / length.clamp(min=torch.finfo(torch.float64).tiny)).mean())

@@ -45,7 +45,7 @@ def fit_routers(
 
 
 def encoder_input(model: VisionTransformer, images: Tensor) -> Tensor:
-    """(B, M, D): patches with their positions."""
+    """Return patches with their positions, (B, M, D)."""
     caught: list[Tensor] = []
     hook = model.encoder.register_forward_pre_hook(lambda module, given: caught.append(given[0]))
     try:

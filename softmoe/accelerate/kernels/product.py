@@ -80,7 +80,7 @@ def product_gelu(a_NSK: Tensor, b_NKJ: Tensor, bias_NJ: Tensor, keep: bool) -> t
 
 
 def product_gelu_backward(a_NSK: Tensor, b_NKJ: Tensor, before_NSJ: Tensor) -> tuple[Tensor, Tensor]:
-    """(a b) gelu'(before), the gradient before the activation, and gelu(before), which the weights' gradient needs."""
+    """Return (a b) gelu'(before), the gradient before the activation, and gelu(before) for the weights' gradient."""
     out_NSJ, active_NSJ = torch.empty_like(before_NSJ), torch.empty_like(before_NSJ)
     _launch("backward", a_NSK, b_NKJ, out_NSJ, before=before_NSJ, active=active_NSJ)
     return out_NSJ, active_NSJ

@@ -162,7 +162,7 @@ def logits(x_BMD: Tensor, slots_DS: Tensor, normalize: bool, eps: float) -> Tens
 
 
 def log_sum_exp(logits_BMS: Tensor, mask: Tensor | None, *, over_tokens: bool) -> Tensor:
-    """(B, S) over tokens, (B, M) over slots."""
+    """Return (B, S) over tokens, or (B, M) over slots."""
     B, M, S = logits_BMS.shape
     rows, columns, strides = (S, M, (1, S)) if over_tokens else (M, S, (S, 1))
     out = logits_BMS.new_empty(B, rows)
@@ -187,7 +187,7 @@ def log_sum_exp(logits_BMS: Tensor, mask: Tensor | None, *, over_tokens: bool) -
 def to_slots(
     logits_BMS: Tensor, sums: Tensor, mask: Tensor | None, x_BMD: Tensor, P: int, *, over_tokens: bool
 ) -> Tensor:
-    """Tokens mixed into slots by the weights of either softmax: (B, M, D) -> (N, B*P, D)."""
+    """Mix tokens into slots by the weights of either softmax: (B, M, D) -> (N, B*P, D)."""
     B, M, S = logits_BMS.shape
     D = x_BMD.shape[2]
     out_NSD = x_BMD.new_empty(S // P, B * P, D)

@@ -68,12 +68,12 @@ def cells(lab: Lab) -> Iterator[Cell]:
 
 
 def between(slots: int) -> list[int]:
-    """Numbers of experts between one and one a slot, each four times the one before."""
+    """List numbers of experts between one and one a slot, each four times the one before."""
     return [experts for experts in (4, 16, 64, 256) if experts < slots and slots % experts == 0]
 
 
 def tuned(table: Table) -> Table:
-    """The table with one dense model, at the rate that is best for it by the mean validation accuracy."""
+    """Return the table with one dense model, at the rate that is best for it by the mean validation accuracy."""
     best = best_rate(table)
     others = (row for row in table if row.labels["method"] not in RATES)
     return Table((*(replace(row, labels={"method": "dense"}) for row in table.where(method=best)), *others))
@@ -105,7 +105,7 @@ def notes(table: Table) -> list[str]:
 
 
 def ladder(table: Table, router: str) -> list[str]:
-    """The methods that differ in nothing but the number of experts, the fewest first."""
+    """Return the methods that differ in nothing but the number of experts, the fewest first."""
     one, several = LADDERS[router]
     counted = [method for method in table.distinct("method") if method.removesuffix(several).isdigit()]
     return [one, *sorted(counted, key=lambda name: int(name.split()[0])), router]

@@ -62,7 +62,7 @@ def speed_cells(lab: Lab) -> Iterator[Cell]:
 
 
 def place(lab: Lab, router: str, experts: int, rows: int) -> TrainConfig | None:
-    """A model with so many rows in the experts for each token; None where there is none (fewer slots than experts)."""
+    """Find a model with so many rows in the experts for each token; None where slots are fewer than experts."""
     if router == "soft":
         slots, rest = divmod(lab.tokens * rows, experts)
         return None if rest or not slots else lab.config("soft", num_experts=experts, slots_per_expert=slots)

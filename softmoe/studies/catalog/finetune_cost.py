@@ -35,7 +35,7 @@ def cells(lab: Lab) -> Iterator[Cell]:
 
 
 def recipe(lab: Lab, size: int) -> TrainConfig:
-    """The recipe for fine-tuning, on the transfer data if there is any, at the scale of the lab."""
+    """Return the recipe for fine-tuning, on the transfer data if there is any, at the scale of the lab."""
     config, base = finetune.recipe(), lab.base
     steps = lab.pick(tiny=2, small=300, paper=10_000)
     data = replace(base.data, train=lab.transfer or base.data.train)
@@ -52,7 +52,7 @@ def recipe(lab: Lab, size: int) -> TrainConfig:
 
 
 def rows(lab: Lab) -> Iterator[Row]:
-    """The paper's models by formula."""
+    """Return the paper's models by formula."""
     for pair in PAPER_PAIRS:
         for router, name in zip(ROUTERS, pair, strict=True):
             for size in SIZES:

@@ -26,7 +26,7 @@ def cells(lab: Lab) -> Iterator[Cell]:
 
 
 def rows(lab: Lab) -> Iterator[Row]:
-    """A row per model of the cost tables, the printed cost beside ours."""
+    """Return a row per model of the cost tables, the printed cost beside ours."""
     quality = {int(row["ref"]): row for row in read_table("pareto_runs")}
     for found in compare_pareto_runs():
         assert isinstance(found.run, ParetoRun)
@@ -65,7 +65,7 @@ def claims(table: Table) -> Iterator[Claim]:
 
 
 def notes(table: Table) -> list[str]:
-    """All tables of the paper; those with costs have ours beside."""
+    """Return all tables of the paper; those with costs have ours beside."""
     cost_columns = ("params", "gflop", "exaflop_printed", "exaflop_ours", "error_pct")
     head = ["where", "model", "routing", "experts", "10-shot", "days", *cost_columns]
     lines = [head]

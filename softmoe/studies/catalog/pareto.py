@@ -39,7 +39,7 @@ def cells(lab: Lab) -> Iterator[Cell]:
 
 
 def printed_models(lab: Lab) -> Iterator[Cell]:
-    """The 107 models of the paper's table."""
+    """Return the 107 models of the paper's table."""
     for run in pareto_runs():
         name, arguments = pareto_arguments(run)
         del arguments["num_classes"]

@@ -72,7 +72,7 @@ def claims(table: Table) -> Iterator[Claim]:
 
 
 def lead(router: str, other: str, number: str) -> float:
-    """The paper's difference; its rows stand in the order of `places`."""
+    """Return the paper's difference; its rows stand in the order of `places`."""
     column = {"top1": "jft_p_at_1_pct", "10shot": "in_10shot_pct"}[number]
     values = [float(row[column]) for row in read_table(f"placement_{router}")]
     return values[2] - values[{LAST: 0, TWO_SPREAD: 3}[other]]

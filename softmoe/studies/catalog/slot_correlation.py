@@ -35,7 +35,7 @@ def routers(row: Row) -> list[SoftRouter]:
 
 
 def measure(row: Row) -> dict[str, float]:
-    """Mean inner products within and between experts, over the layers."""
+    """Return mean inner products within and between experts, over the layers."""
     summaries = [summary for router in routers(row) if (summary := correlation_summary(router)) is not None]
     names = ("within_expert", "between_experts")
     return {name: fmean(s[name] for s in summaries) for name in names if summaries[0][name] is not None}
