@@ -42,3 +42,30 @@ def served(
         finally:
             server.should_exit = True
             thread.join()
+
+
+def connect(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=60)
+
+
+def half_sent(port: int, claimed: int, sent: int) -> socket.socket:
+    """A connection whose request lacks the rest of its body."""
+    connection = connect(port)
+    connection.sendall(b"POST /classify HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % claimed)
+    if sent:
+        connection.sendall(b" " * sent)
+    return connection
+
+
+def everything(connection: socket.socket) -> bytes:
+    """What comes until the connection is closed."""
+    text = b""
+    with connection:
+        while True:
+            try:
+                more = connection.recv(65536)
+            except ConnectionResetError:
+                return text
+            if not more:
+                return text
+            text += more

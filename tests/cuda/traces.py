@@ -1,5 +1,4 @@
-"""Real training steps, evaluations and inference on fake CUDA tensors: `python traces.py LIBRARY CASE...` prints, as
-JSON, the waits of each case, or its error."""
+"""`python traces.py LIBRARY CASE...` runs real code on fake CUDA tensors and prints waits, or the error, as JSON."""
 
 import json
 import sys

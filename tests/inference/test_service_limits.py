@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +16,7 @@ import softmoe
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from services import ask, served
+from services import ask, connect, everything, half_sent, served
 
 SLEEP = b"__import__('time').sleep(600)"
 PID = b"str(__import__('os').getpid()).encode()"
@@ -36,33 +35,6 @@ def wait_until(true) -> None:
     """Patience without bound: the time limit of the test is the bound."""
     while not true():
         time.sleep(0.01)
-
-
-def connect(port: int) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", port), timeout=60)
-
-
-def half_sent(port: int, claimed: int, sent: int) -> socket.socket:
-    """A connection whose request lacks the rest of its body."""
-    connection = connect(port)
-    connection.sendall(b"POST /classify HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % claimed)
-    if sent:
-        connection.sendall(b" " * sent)
-    return connection
-
-
-def everything(connection: socket.socket) -> bytes:
-    """What comes until the connection is closed."""
-    text = b""
-    with connection:
-        while True:
-            try:
-                more = connection.recv(65536)
-            except ConnectionResetError:
-                return text
-            if not more:
-                return text
-            text += more
 
 
 def form(*parts: bytes) -> bytes:
