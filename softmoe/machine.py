@@ -11,10 +11,11 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +24,18 @@ Precision = Literal["auto", "bfloat16", "float32", "exact"]
 """The values of --precision; `choose_precision` says what each means."""
 CPUINFO = Path("/proc/cpuinfo")
 MOST_AT_ONCE = 4096  # threads, data workers, batches ahead: more are a slip of the keyboard
+
+
+def lazy_names(room: str, homes: Mapping[str, tuple[str, ...]]) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a room whose names are loaded, from these files of it or others, when first used."""
+
+    def load(name: str) -> Any:
+        for home, names in homes.items():
+            if name in names:
+                return getattr(import_module(home if "." in home else f"{room}.{home}"), name)
+        raise AttributeError(f"module {room!r} has no attribute {name!r}")
+
+    return load
 
 
 def prepare_environment() -> None:

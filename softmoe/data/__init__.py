@@ -3,8 +3,9 @@
 Names are loaded when first used: a process that only decodes images does without torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from softmoe.machine import lazy_names
 
 if TYPE_CHECKING:
     from softmoe.data.augment import soft_labels
@@ -50,9 +51,4 @@ __all__ = [
     "train_tokenizer",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(f"softmoe.data.{home}"), name)
-    raise AttributeError(f"module 'softmoe.data' has no attribute {name!r}")
+__getattr__ = lazy_names(__name__, _HOMES)

@@ -6,9 +6,10 @@ Names are loaded when first used: the options of the commands do without torch. 
 """
 
 import sys
-from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from softmoe.machine import lazy_names
 
 if TYPE_CHECKING:
     from softmoe.evaluate.api import (
@@ -34,12 +35,12 @@ if TYPE_CHECKING:
 
 _API = ("Evaluate", "FewShot", "Predict", "Retrieve", "Search", "ZeroShot")
 _HOMES = {
-    "softmoe.evaluate.api": (*_API, *map(str.lower, _API)),
-    "softmoe.evaluate.classify": ("Prediction", "Unreadable", "classification", "count"),
-    "softmoe.evaluate.features": ("Features", "extract"),
-    "softmoe.evaluate.ridge": ("FewShotResult", "few_shot"),
-    "softmoe.evaluate.inputs": ("Loaded", "evaluation_transform", "find_images", "load"),
-    "softmoe.evaluate.towers": ("Towers", "load_towers"),
+    "api": (*_API, *map(str.lower, _API)),
+    "classify": ("Prediction", "Unreadable", "classification", "count"),
+    "features": ("Features", "extract"),
+    "ridge": ("FewShotResult", "few_shot"),
+    "inputs": ("Loaded", "evaluation_transform", "find_images", "load"),
+    "towers": ("Towers", "load_towers"),
     "softmoe.models.classification": ("Totals",),
 }
 
@@ -73,12 +74,7 @@ __all__ = [
     "zeroshot",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(home), name)
-    raise AttributeError(f"module 'softmoe.evaluate' has no attribute {name!r}")
+__getattr__ = lazy_names(__name__, _HOMES)
 
 
 class _Room(ModuleType):

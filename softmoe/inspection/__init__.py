@@ -3,8 +3,9 @@
 Names are loaded when first used: the options of the commands do without torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from softmoe.machine import lazy_names
 
 if TYPE_CHECKING:
     from softmoe.inspection.api import Doctor, Inspect
@@ -13,9 +14,9 @@ if TYPE_CHECKING:
     from softmoe.moe.record import Recording, record
 
 _HOMES = {
-    "softmoe.inspection.api": ("Doctor", "Inspect"),
-    "softmoe.inspection.collect": ("Inspection", "layer_results"),
-    "softmoe.inspection.statistics": ("correlation_summary", "slot_correlation"),
+    "api": ("Doctor", "Inspect"),
+    "collect": ("Inspection", "layer_results"),
+    "statistics": ("correlation_summary", "slot_correlation"),
     "softmoe.moe.record": ("Recording", "record"),
 }
 
@@ -30,9 +31,4 @@ __all__ = [
     "slot_correlation",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(home), name)
-    raise AttributeError(f"module 'softmoe.inspection' has no attribute {name!r}")
+__getattr__ = lazy_names(__name__, _HOMES)

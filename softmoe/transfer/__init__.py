@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from softmoe.evaluate.api import OthersWeights
+from softmoe.machine import lazy_names
 
 if TYPE_CHECKING:
     from softmoe.transfer.finetune import branch, locked_config, plan_branch, refit_head, transfer_config
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from softmoe.transfer.upcycling import Distance, Upcycled, compare_starts, distance, upcycle
 
 _HOMES = {
-    "softmoe.transfer.finetune": ("branch", "locked_config", "plan_branch", "refit_head", "transfer_config"),
-    "softmoe.transfer.in_place": ("InPlace", "upcycle_"),
-    "softmoe.transfer.soups": ("Soup", "greedy_soup", "soup"),
-    "softmoe.transfer.upcycling": ("Distance", "Upcycled", "compare_starts", "distance", "upcycle"),
+    "finetune": ("branch", "locked_config", "plan_branch", "refit_head", "transfer_config"),
+    "in_place": ("InPlace", "upcycle_"),
+    "soups": ("Soup", "greedy_soup", "soup"),
+    "upcycling": ("Distance", "Upcycled", "compare_starts", "distance", "upcycle"),
 }
 
 __all__ = [
@@ -45,12 +45,7 @@ __all__ = [
     "upcycle_",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(home), name)
-    raise AttributeError(f"module 'softmoe.transfer' has no attribute {name!r}")
+__getattr__ = lazy_names(__name__, _HOMES)
 
 
 @dataclass(frozen=True, kw_only=True)
