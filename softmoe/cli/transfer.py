@@ -29,7 +29,8 @@ MODEL  a saved model, a run, a Hub id, or others' weights: an .npz or .safetenso
 DATA   a folder with CLASS/* (a tenth is kept for validation) or with train/CLASS/* and val/CLASS/*, or a source as in
        training
 
-The head is new, positions are resampled to the image size (any, also HEIGHTxWIDTH), slots stay as they are.
+The head is new, unless the model knows just these classes; positions are resampled to the image size (any, also
+HEIGHTxWIDTH), slots stay as they are.
 --refit-head True ends with a head in closed form on four blocks, if that is better on validation images.
 --adapters trains the head and narrow soft experts beside the MLPs, fewer than 5 % of the weights, and saves only them.
 softmoe finetune MODEL DATA --help lists every setting. A stopped run continues with the same command."""

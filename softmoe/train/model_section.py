@@ -20,8 +20,8 @@ class ModelSection:
     """vit_s16, soft_s16_128e, tokens_choice_b32_32e, ..."""
     weights: str | None = None
     """A saved model to start from; positions are resampled to the new image size. The shape must be its own."""
-    new_head: bool = True
-    """With `weights`: the head starts anew. False keeps it, for data of the same classes."""
+    new_head: bool | None = None
+    """With `weights`: start the head anew. If not given, the head is kept for data of the classes it was trained on."""
     refit_head: bool = False
     """After the last step: fit a new head on four blocks to the training images, in closed form (ridge regression). It
     becomes the model's if it is better on the validation images."""

@@ -18,12 +18,13 @@ from softmoe import accelerate
 from softmoe.accelerate.buffers import InBackward
 from softmoe.accelerate.soft import keep_logits_only
 from softmoe.budget import training_flops
-from softmoe.convert.foreign import starting_weights
+from softmoe.convert.foreign import locate, split_options, starting_weights
 from softmoe.machine import choose_device, choose_precision, event_on, make_deterministic
 from softmoe.models import TwoTower, TwoTowerConfig, VisionTransformer, ViTConfig
 from softmoe.moe.record import Recording
 from softmoe.parallel import local, local_shard
 from softmoe.parallel.reduce import is_spread
+from softmoe.storage import open_saved
 from softmoe.storage.store import CheckpointStore
 from softmoe.train.config import TrainConfig
 from softmoe.train.data import Data, Extract, FeatureData, can_keep_features, prepare_tokenizer
@@ -241,9 +242,12 @@ def build(
     model = team.spread(make, autocast, config.compile)
     twin = team.spread(make, autocast) if team.world > 1 and config.ema is not None else None
     if config.model.weights is not None:  # read once the model is spread: what is read stays whole
+        new_head = starts_anew(config.model.weights, config.model.new_head, tuple(data.train.classes))
+        if not new_head:
+            progress.report("the head is kept: its classes are those of the data (--new-head True starts it anew)")
         for each in filter(None, (model, twin)):
             tower = each.image if isinstance(each, TwoTower) else each
-            start_from(tower, config.model.weights, new_head=config.model.new_head)
+            start_from(tower, config.model.weights, new_head=new_head)
     if isinstance(model, TwoTower) and config.model.locked:
         model.lock_image_tower()
         if extract is not None and team.world == 1 and can_keep_features(config, len(data.train)):
@@ -325,6 +329,16 @@ def random_seed(*parts: Any) -> int:
     """Return a seed made from any values. Each step draws from (seed, step) alone, so a resumed run draws the same."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def starts_anew(weights: str, new_head: bool | None, classes: tuple[str, ...]) -> bool:
+    """Tell if the head starts anew: if that is not given, unless it was saved for these very classes."""
+    if new_head is not None:
+        return new_head
+    if locate(split_options(weights)[0]) is not None:
+        return True  # others' weights
+    saved = open_saved(weights)
+    return saved.classes is None or saved.classes != classes or bool(saved.config.head_blocks)
 
 
 @torch.no_grad()

@@ -18,9 +18,9 @@ from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
 from softmoe.moe.routing import ROUTERS
 from softmoe.storage import open_saved
 from softmoe.train import OptimSection, train
-from softmoe.train.folder import write_model
+from softmoe.train.folder import RunFolder, write_model
 from softmoe.train.optim import parameter_groups
-from softmoe.train.run import start_from
+from softmoe.train.run import build, start_from, starts_anew
 from softmoe.transfer.finetune import fit_head, refit_head, section_of, spread_blocks, transfer_config, widen_head
 
 SHAPE = ViTConfig(
@@ -74,6 +74,24 @@ def test_the_head_is_kept_on_request(tmp_path):
     assert all(torch.equal(value, old.state_dict()[name]) for name, value in new.state_dict().items())
     with pytest.raises(ValueError, match="has 7 classes, the data has 4: start with a new head"):
         start_from(VisionTransformer(replace(SHAPE, num_classes=4)), tmp_path / "old", new_head=False)
+
+
+def test_the_head_is_kept_for_the_same_classes(make_config, tmp_path):
+    """A model of the data's own classes keeps its head, unless told otherwise; other classes and others' weights get
+    a new one."""
+    first = train(make_config(steps=2, run_name="first"))
+    write_model(first.folder)
+    saved = str(first.folder.path / "model")
+    classes = open_saved(saved).classes
+    assert not starts_anew(saved, None, classes)
+    assert starts_anew(saved, True, classes)
+    assert starts_anew(saved, None, classes[::-1])
+    save_file({"x": torch.zeros(1)}, tmp_path / "others.safetensors")
+    assert starts_anew(f"{tmp_path}/others.safetensors?mean=0.5&std=0.5", None, classes)
+    config = transfer_config(make_config(steps=1, run_name="second"), saved)
+    run = build(config, RunFolder.of(config))
+    torch.testing.assert_close(run.model.head.weight, from_pretrained(saved).head.weight)
+    run.close()
 
 
 def test_another_model_is_refused_by_name(tmp_path):
