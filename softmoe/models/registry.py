@@ -103,7 +103,7 @@ def model_config(
 def override(config: ViTConfig, changes: dict[str, Any]) -> ViTConfig:
     changes = {_TIMM.get(key, key): value for key, value in changes.items()}
     if changes.pop("pretrained", False):
-        raise ValueError("no weights come by a model's name: softmoe.from_pretrained takes folders, Hub ids and files")
+        raise ValueError("no weights come by a model's name: softmoe.from_pretrained takes files, folders and Hub ids")
     if (channels := changes.pop("in_chans", 3)) != 3:
         raise ValueError(f"images have 3 channels here, not {channels}: repeat or drop channels before the model")
     vit = {key: value for key, value in changes.items() if key in _VIT_FIELDS}

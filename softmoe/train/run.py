@@ -242,9 +242,10 @@ def build(
     model = team.spread(make, autocast, config.compile)
     twin = team.spread(make, autocast) if team.world > 1 and config.ema is not None else None
     if config.model.weights is not None:  # read once the model is spread: what is read stays whole
-        new_head = starts_anew(config.model.weights, config.model.new_head, tuple(data.train.classes))
+        classes = () if isinstance(model, TwoTower) else tuple(data.train.classes)
+        new_head = starts_anew(config.model.weights, config.model.new_head, classes)
         if not new_head:
-            progress.report("the head is kept: its classes are those of the data (--new-head True starts it anew)")
+            progress.report("the head is kept: its classes are the data's (--new-head True starts it anew)")
         for each in filter(None, (model, twin)):
             tower = each.image if isinstance(each, TwoTower) else each
             start_from(tower, config.model.weights, new_head=new_head)
@@ -335,10 +336,8 @@ def starts_anew(weights: str, new_head: bool | None, classes: tuple[str, ...]) -
     """Tell if the head starts anew: if that is not given, unless it was saved for these very classes."""
     if new_head is not None:
         return new_head
-    if locate(split_options(weights)[0]) is not None:
-        return True  # others' weights
-    saved = open_saved(weights)
-    return saved.classes is None or saved.classes != classes or bool(saved.config.head_blocks)
+    saved = open_saved(weights) if locate(split_options(weights)[0]) is None else None  # None: others' weights
+    return saved is None or not saved.classes or saved.classes != classes or bool(saved.config.head_blocks)
 
 
 @torch.no_grad()
