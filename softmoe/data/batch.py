@@ -29,6 +29,7 @@ from softmoe.data.decode import BrokenImage
 from softmoe.data.order import GOLDEN, check_batch, mix64, order
 from softmoe.data.source import Example, Source
 from softmoe.data.transforms import Plan, Transform, to_tensor
+from softmoe.storage.files import printable
 
 _TRANSFORM, _REPLACE, _MIXUP = range(3)  # what a generator is for
 _REPLACEMENTS = 64  # tries before giving up on a place
@@ -293,7 +294,7 @@ def _labels(source: Source, examples: list[Example]) -> torch.Tensor:
         wrong = [label for label in example.labels if not 0 <= label < count]
         if wrong or (count and not source.multi_label and len(example.labels) != 1):
             raise ValueError(
-                f"The example {example.name} has the labels {list(example.labels)}, but expected "
+                f"The example {printable(example.name)} has the labels {list(example.labels)}, but expected "
                 f"{'some' if source.multi_label else 'one'} of the {count} classes, 0 to {count - 1}."
             )
     if source.multi_label:

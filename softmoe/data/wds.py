@@ -40,7 +40,7 @@ from softmoe.data.source import (
     positive_int,
     shortened,
 )
-from softmoe.storage.files import parse_json, read_json
+from softmoe.storage.files import parse_json, printable, read_json
 
 _IMAGES = ("jpg", "jpeg", "png", "webp")
 _PARTS = (*_IMAGES, "cls", "json", "txt")
@@ -235,12 +235,14 @@ def _index(number: int, shard: Path, title: str) -> list[_Row]:
             row.image = (offset, size)
         else:
             if size > MAX_TEXT:
-                raise ValueError(f"The part {suffix} of {title}/{key} has {size} bytes; {MAX_TEXT:,} are the limit.")
+                raise ValueError(
+                    f"The part {suffix} of {title}/{printable(key)} has {size} bytes; {MAX_TEXT:,} are the limit."
+                )
             row.parts[suffix] = (offset, size)
     reader = ByteReader(shard)
     kept = [row for row in rows.values() if row.image is not None]
     for row in kept:
-        where = f"{title}/{row.key}"
+        where = f"{title}/{printable(row.key)}"
         if "cls" in row.parts:
             row.labels = (_class_number(reader.read(*row.parts["cls"]).decode(errors="replace"), where),)
         elif "json" in row.parts:
@@ -290,7 +292,8 @@ def _class_names(file: Path | None, rows: list[_Row], stated: int) -> tuple[str,
     labelled = [row for row in rows if row.labels is not None]
     if labelled and len(labelled) < len(rows):
         bare = next(row for row in rows if row.labels is None)
-        raise ValueError(f"Some examples have labels but {bare.key} has none; give all or none a cls or json part.")
+        named = printable(bare.key)
+        raise ValueError(f"Some examples have labels but {named} has none; give all or none a cls or json part.")
     largest = max((max(row.labels or (), default=-1) for row in rows), default=-1)
     count = count_classes(largest, len(rows), stated)
     if not labelled or file is None or not file.is_file():

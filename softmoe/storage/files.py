@@ -234,13 +234,14 @@ def check_names(names: Iterable[str], where: Any) -> tuple[str, ...]:
     for name in known:
         if _CONTROL.search(name):
             raise ValueError(
-                f"The class {name!a} of {where} has a name that is not UTF-8 or holds control characters; rename it."
+                f"The class {name!a:.200} of {where} has a name that is not UTF-8 or has control characters; rename it."
             )
     return known
 
 
 def printable(text: str) -> str:
-    """Return a stranger's text on one line, with escapes for what a terminal would not show."""
+    """Return at most 200 characters of a stranger's text, on one line, with escapes for what no terminal shows."""
+    text = text if len(text) <= 200 else f"{text[:200]}..."
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 

@@ -15,7 +15,7 @@ import pytest
 from softmoe.data import BrokenImage, TransformConfig, open_source
 from softmoe.data.files import tar_members, unpacked
 from softmoe.data.source import MAX_CLASSES
-from softmoe.storage.files import parse_json
+from softmoe.storage.files import check_names, parse_json
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -65,6 +65,13 @@ def test_names_are_bounded(tmp_path):
     with tarfile.open(tmp_path / "long.tar", "w", format=tarfile.PAX_FORMAT) as tar:
         tar.addfile(tarfile.TarInfo("a/" + "b" * 5_000_000 + ".jpg"))
     refused(lambda: list(tar_members(tmp_path / "long.tar")), "long.tar", "more than 4,096 characters")
+
+
+def test_names_in_messages_are_one_short_line(tmp_path, encoded, picture, write_tar):
+    """Names of control characters or thousands of letters, of examples and classes."""
+    write_tar(tmp_path / "a.tar", {"a.jpg": encoded(picture(1)), "a.cls": b"0", "b\n" + "c" * 3000 + ".jpg": b""})
+    refused(lambda: open_source(f"wds:{tmp_path}/a.tar", "train"), "has none", "b\\nccc")
+    refused(lambda: check_names(["a\n" + "b" * 5000], "classes.json"), "control characters")
 
 
 def test_members_of_one_name(tmp_path):
