@@ -142,6 +142,8 @@ def differences(old: TrainConfig, new: TrainConfig, done: int) -> list[str]:
     """List as `key: old -> new` the changes that are not allowed after `done` steps; empty if the run may continue."""
     before, after = flatten(old.to_dict()), flatten(new.to_dict())
     keys = [key for key in before | after if before.get(key) != after.get(key)]
+    if after.get("model.new_head") is None:  # nothing is asked for, and the run has begun
+        keys = [key for key in keys if key != "model.new_head"]
     changed = [key for key in keys if not any(matches(key, rule) for rule in FREE)]
     future = [key for key in changed if any(matches(key, rule) for rule in FUTURE)]
     if future and same_past(old, new, done):

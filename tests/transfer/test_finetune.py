@@ -18,7 +18,7 @@ from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
 from softmoe.moe.routing import ROUTERS
 from softmoe.storage import open_saved
 from softmoe.train import OptimSection, train
-from softmoe.train.folder import RunFolder, write_model
+from softmoe.train.folder import RunFolder, differences, write_model
 from softmoe.train.optim import parameter_groups
 from softmoe.train.run import build, start_from, starts_anew
 from softmoe.transfer.finetune import fit_head, refit_head, section_of, spread_blocks, transfer_config, widen_head
@@ -92,6 +92,9 @@ def test_the_head_is_kept_for_the_same_classes(make_config, tmp_path):
     run = build(config, RunFolder.of(config))
     torch.testing.assert_close(run.model.head.weight, from_pretrained(saved).head.weight)
     run.close()
+    anew = replace(config, model=replace(config.model, new_head=True))
+    assert differences(anew, config, 1) == [], "a run begun before this was a choice goes on"
+    assert differences(config, anew, 1) == ["model.new_head: None -> True"]
 
 
 def test_another_model_is_refused_by_name(tmp_path):
