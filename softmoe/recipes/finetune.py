@@ -2,7 +2,7 @@
 
     softmoe finetune MODEL DATA --image-size 384
     softmoe finetune MODEL DATA --freeze 0.5 --epochs 20 --batch-size 16      few images: the lower blocks stay
-    softmoe finetune MODEL DATA --freeze 0.5 --epochs 20 --batch-size 16 --refit-head True    ... a last head in closed form
+    softmoe finetune MODEL DATA --freeze 0.5 --epochs 20 --batch-size 16 --refit-head True   a last head in closed form
     softmoe finetune MODEL DATA --adapters                    the head and narrow experts beside the MLPs only
     softmoe finetune MODEL DATA --ema 0.99 --data.transform.mixup 0.2
     softmoe train finetune --data.train shapes?size=48        the same settings without a model to start from
