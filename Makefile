@@ -43,9 +43,9 @@ lint: install
 types: install
 	$(BIN)/pyright
 
-# Damaged and hostile inputs, a minute of them; `make fuzz` tries 100,000 and can be stopped and started again.
+# Damaged and hostile inputs, two minutes of them; `make fuzz` tries 100,000 and can be stopped and started again.
 fuzz-short: install
-	OMP_NUM_THREADS=1 $(BIN)/python tools/fuzz.py --inputs 400 --seconds 60
+	OMP_NUM_THREADS=1 $(BIN)/python tools/fuzz.py --inputs 100000 --seconds 120
 
 fuzz: install
 	OMP_NUM_THREADS=1 $(BIN)/python tools/fuzz.py --inputs 100000 --seconds 14400 --resume fuzz.json
