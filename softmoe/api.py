@@ -19,9 +19,9 @@ from softmoe.models.config import router_options
 from softmoe.storage.files import flatten
 from softmoe.train import Result, TrainConfig
 from softmoe.train import train as run_to_the_end
-from softmoe.train.folder import free_name, write_model
+from softmoe.train.folder import free_name
 from softmoe.train.preview import fit, set_keys, steps_of
-from softmoe.transfer import refit_head, transfer_config
+from softmoe.transfer import transfer_config, write_finished
 
 
 def train(recipe: str, data: str | Path | None = None, **settings: Any) -> Result:
@@ -64,7 +64,7 @@ def _run(recipe: TrainConfig, data: str | Path | None, settings: dict[str, Any])
         print(*filter(None, (fitted, placed)), sep="\n", end="\n" if fitted or placed else "")
     result = run_to_the_end(config, evaluators=more_evaluators(config))
     if result.rank == 0 and result.signal is None:
-        write_model(result.folder)
-        if config.model.refit_head and not result.problems:
-            result = replace(result, numbers=result.numbers | refit_head(result.folder))
+        _, numbers = write_finished(result)
+        if config.model.refit_head and not result.problems:  # else they are those of the last evaluation
+            result = replace(result, numbers=result.numbers | numbers)
     return result

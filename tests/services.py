@@ -58,7 +58,7 @@ def half_sent(port: int, claimed: int, sent: int) -> socket.socket:
 
 
 def everything(connection: socket.socket) -> bytes:
-    """What comes until the connection is closed."""
+    """Read until the connection is closed."""
     text = b""
     with connection:
         while True:

@@ -155,7 +155,7 @@ def exit_code(result: Result) -> int:
 
 def finish(result: Result) -> int:
     """Save the model and say where things are, with the step and the numbers of the checkpoint that became it."""
-    from softmoe.train.folder import write_model
+    from softmoe.transfer import write_finished
 
     folder = result.folder
     for problem in result.problems:
@@ -164,13 +164,8 @@ def finish(result: Result) -> int:
         name = signal.Signals(result.signal).name
         print(f"stopped by {name} after step {result.step}; to continue: softmoe train {folder.path}")
         return exit_code(result)
-    step, numbers = folder.chosen_numbers()
-    model = write_model(folder)
-    stored = folder.stored()
-    if stored is not None and stored[0].model.refit_head and not result.problems:
-        from softmoe.transfer import refit_head
-
-        numbers = numbers | refit_head(folder)
+    step, _ = folder.chosen_numbers()
+    model, numbers = write_finished(result)
     rows = {name: f"{value:.4f}" for name, value in numbers.items()}
     chosen = step < result.step and not result.problems  # else an older step is what could be saved
     best = f" of {result.step}, the best on validation images" if chosen else ""

@@ -99,6 +99,12 @@ def write_metrics(run: Run, record: dict[str, Any]) -> None:
         sink.write(run.done.step, numbers)
 
 
+def entry(key: str, numbers: dict[str, float]) -> dict[str, Any]:
+    """Return the number of this name and, if there is one, the loss of the same evaluator, for `rank`."""
+    loss = f"{key.rpartition('/')[0]}/loss"
+    return {"name": key, "value": numbers[key]} | ({"loss": numbers[loss]} if loss in numbers else {})
+
+
 def rank(found: dict[str, Any]) -> tuple[float, float]:
     """Return what orders evaluations: the number, then the loss, since with few images many have the same accuracy."""
     return found["value"], -found.get("loss", 0.0)
@@ -124,9 +130,7 @@ def evaluate(run: Run) -> bool:
     write_metrics(run, {"step": done.step, **numbers, **run.totals()})
     if not run.progress.quiet:
         run.progress.report(f"step {done.step}: " + ", ".join(f"{n} {value:.4f}" for n, value in numbers.items()))
-    loss = f"{key.rpartition('/')[0]}/loss"
-    found = {"step": done.step, "name": key, "value": numbers[key]}
-    found |= {"loss": numbers[loss]} if loss in numbers else {}
+    found = {"step": done.step} | entry(key, numbers)
     improved = not done.bad_in_a_row and (done.best is None or rank(found) > rank(done.best))
     done.stale = 0 if improved else done.stale + 1
     if improved:

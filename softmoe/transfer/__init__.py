@@ -13,13 +13,13 @@ from softmoe.evaluate.api import OthersWeights
 from softmoe.machine import lazy_names
 
 if TYPE_CHECKING:
-    from softmoe.transfer.finetune import branch, locked_config, plan_branch, refit_head, transfer_config
+    from softmoe.transfer.finetune import branch, locked_config, plan_branch, transfer_config, write_finished
     from softmoe.transfer.in_place import InPlace, upcycle_
     from softmoe.transfer.soups import Soup, greedy_soup, soup
     from softmoe.transfer.upcycling import Distance, Upcycled, compare_starts, distance, upcycle
 
 _HOMES = {
-    "finetune": ("branch", "locked_config", "plan_branch", "refit_head", "transfer_config"),
+    "finetune": ("branch", "locked_config", "plan_branch", "transfer_config", "write_finished"),
     "in_place": ("InPlace", "upcycle_"),
     "soups": ("Soup", "greedy_soup", "soup"),
     "upcycling": ("Distance", "Upcycled", "compare_starts", "distance", "upcycle"),
@@ -38,11 +38,11 @@ __all__ = [
     "greedy_soup",
     "locked_config",
     "plan_branch",
-    "refit_head",
     "soup",
     "transfer_config",
     "upcycle",
     "upcycle_",
+    "write_finished",
 ]
 
 __getattr__ = lazy_names(__name__, _HOMES)

@@ -30,15 +30,17 @@ from softmoe.evaluate.ridge import BIAS, L2_GRID, Ridge, choose_by_leave_one_out
 from softmoe.machine import choose_device
 from softmoe.models import VisionTransformer, ViTConfig
 from softmoe.models.registry import SIZES
-from softmoe.storage import load_saved, open_saved, save_pretrained
+from softmoe.storage import SavedModel, load_saved, open_saved, save_pretrained
 from softmoe.storage.adapters import facts_of_base
 from softmoe.storage.checkpoint import read_checkpoint
 from softmoe.storage.files import whole_folder
 from softmoe.train.config import ModelSection, TrainConfig
 from softmoe.train.data import Data
 from softmoe.train.evaluation import classify
-from softmoe.train.folder import RunFolder
+from softmoe.train.folder import RunFolder, write_model
 from softmoe.train.log import MetricsFile
+from softmoe.train.loop import Result
+from softmoe.train.reporting import entry, rank
 
 ADAPTER_RATE = 5.0
 """Times the rate of a whole model: only new weights learn, and none that was trained can be lost."""
@@ -127,6 +129,17 @@ REFIT_IMAGES = 20_000
 TEMPERATURES = tuple(2.0**i for i in range(-2, 9))
 
 
+def write_finished(result: Result) -> tuple[SavedModel, dict[str, float]]:
+    """Write the model of a finished run, with a head in closed form if the settings ask for one; return its numbers.
+
+    Where the run could not keep its last step, the head stays as it was learned.
+    """
+    model, (_, numbers), stored = write_model(result.folder), result.folder.chosen_numbers(), result.folder.stored()
+    if stored is not None and stored[0].model.refit_head and not result.problems:
+        numbers = numbers | refit_head(result.folder)
+    return model, numbers
+
+
 def refit_head(run: RunFolder, report: Callable[[str], None] = print) -> dict[str, float]:
     """Fit a head in closed form for the finished model of a run; save the model with it if validation is better.
 
@@ -146,7 +159,7 @@ def refit_head(run: RunFolder, report: Callable[[str], None] = print) -> dict[st
     numbers = {
         f"val/{name}": value for name, value in classify(model, data.validation(), config.objective.loss).items()
     }
-    better = quality(numbers) > quality(before)
+    better = rank(entry("val/top1", numbers)) > rank(entry("val/top1", before))
     said = (
         f"head in closed form on {len(features)} training images: top-1 {numbers['val/top1']:.4f} and loss "
         f"{numbers['val/loss']:.4f} on validation images, the trained one {before['val/top1']:.4f} and "
@@ -192,11 +205,6 @@ def fit_head(model: VisionTransformer, features: Features) -> float:
         for own, found in ((model.head.weight, weight_DC.T), (model.head.bias, bias_C)):
             own.copy_(torch.from_numpy(factor * found))  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
     return l2
-
-
-def quality(numbers: dict[str, float]) -> tuple[float, float]:
-    """Return what a better model has more of: accuracy, and among equals minus the loss."""
-    return numbers["val/top1"], -numbers["val/loss"]
 
 
 def branch(checkpoint: Path | str, cooldown: int, run_name: str | None = None, runs: str | None = None) -> TrainConfig:

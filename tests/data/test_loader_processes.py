@@ -67,7 +67,7 @@ UNGUARDED = """
 
 
 def test_a_script_without_a_guard(tmp_path):
-    """What a script does at its top level is done once: workers do not import it."""
+    """Workers do not import the script that trains, so its top level runs once."""
     script = tmp_path / "mine.py"
     script.write_text(textwrap.dedent(UNGUARDED))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -134,7 +134,7 @@ def test_a_lost_or_emptied_file_is_made_again(name, model, source, tmp_path):
 
 @pytest.mark.parametrize("count", [-1, 10**20, "x", None, 3])
 def test_the_number_of_rows_is_that_of_the_arrays(count, model, source, tmp_path):
-    """What a file beside the arrays says of their length is not believed."""
+    """The rows are counted: a file beside the arrays that says another length is not believed."""
     expected = np.array(extract(model, source, TRANSFORM).vectors)
     file = tmp_path / "cache" / "features" / cache_key(model, source, TRANSFORM) / "facts.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"count": count}))

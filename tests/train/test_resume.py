@@ -201,7 +201,7 @@ def test_a_changed_config_json_is_found(make_config, key: str, value: float):
     ],
 )
 def test_a_forged_state_json_is_found(make_config, key: str, value: Any, words: str):
-    """What a checkpoint says of its run is compared with the run, also where the hashes were made to agree."""
+    """Resuming compares a checkpoint's words on its run with the run, also where the hashes were made to agree."""
     config = make_config(steps=2)
     train(config)
     folder = RunFolder.of(config).checkpoints / "step_00000002"

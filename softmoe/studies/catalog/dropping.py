@@ -77,7 +77,7 @@ def figure(table: Table, lab: Lab) -> Any:
 
 
 def remember(axis: Any) -> None:
-    """Return the shares that the paper names."""
+    """Draw the shares that the paper names."""
     for share, words in ((0.15, "paper, 16-32 experts"), (0.25, "TC, hundreds"), (0.45, "EC, hundreds")):
         axis.axhline(share, color="#bbbbbb", lw=1, ls=":")
         axis.annotate(words, (1.01, share), xycoords=("axes fraction", "data"), va="center", size=7, color="#888888")
