@@ -34,6 +34,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterat
         terminalreporter.write_line(f"{count} Install one (apt-get install chromium) and run them again.", yellow=True)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """Fixtures of a module or the session run on one thread, as the tests that compare with them do."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     """Every test starts from the same random state, on one thread: no result depends on the tests before it."""

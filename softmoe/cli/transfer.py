@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import KW_ONLY, dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from softmoe import recipes
 from softmoe.cli.parse import parse, parse_run, parse_size
 from softmoe.cli.train import drive, take, take_told
-from softmoe.evaluate.api import OnDevice
-from softmoe.transfer import Upcycle
+from softmoe.transfer import Soup, Upcycle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
-    from torch import nn
-
     from softmoe.train import TrainConfig
 
 
@@ -59,77 +52,19 @@ def parse_finetune(model: str, data: str, argv: list[str]) -> tuple[TrainConfig,
 
 def upcycle_command(argv: list[str]) -> int:
     a = parse(Upcycle, argv, "upcycle")
-    check_empty(a.out)
     print(a.run(lambda line: print(line, file=sys.stderr, flush=True)))
     if a.out is not None and a.init != "compare":
         print(f"saved in {a.out}")
     return 0
 
 
-@dataclass(frozen=True)
-class SoupArguments(OnDevice):
-    """Average the weights of models that were fine-tuned from the same one: one model, better than each, at no cost."""
-
-    models: tuple[str, ...]
-    """Folders of saved models or of runs."""
-    _: KW_ONLY
-    out: str
-    """Folder of the new model; it must be new or empty."""
-    greedy: bool = False
-    """Best first, and keep only those that do not lower the accuracy on --data."""
-    data: str | None = None
-    """Greedy: images to choose by (not those the result is later judged by): a folder, or a source as in training."""
-    split: str = "val"
-    examples: int | None = None
-    """Greedy: use this many images only, drawn at random."""
-    batch_size: int = 64
-
-
-def check_empty(out: str | None) -> None:
-    """Raise ValueError for a folder of the user's that a new model would take the place of."""
-    if out is not None and Path(out).exists() and any(Path(out).iterdir()):
-        raise ValueError(f"{out} is there already: choose another --out, or remove it")
-
-
 def soup_command(argv: list[str]) -> int:
-    a = parse(SoupArguments, argv, "soup")
-    if a.greedy != (a.data is not None):
-        raise ValueError("--greedy and --data belong together: a greedy soup is chosen by its accuracy on data")
-    check_empty(a.out)
-
-    from softmoe.machine import choose_device
-    from softmoe.transfer import greedy_soup, soup
-
+    a = parse(Soup, argv, "soup")
+    result = a.run(lambda line: print(line, file=sys.stderr, flush=True))
     if not a.greedy:
-        print(f"averaged {len(soup(a.models, a.out).kept)} models into {a.out}")
+        print(f"averaged {len(result.kept)} models into {a.out}")
         return 0
-    device = choose_device(a.device)
-    result = greedy_soup(a.models, a.out, accuracy_on(a, device), device)
     for index in sorted(range(len(a.models)), key=lambda index: -result.scores[index]):
         print(f"{result.scores[index]:.4f}  {'kept' if index in result.kept else 'left'}  {a.models[index]}")
     print(f"{result.score:.4f}  soup of {len(result.kept)}, in {a.out}")
     return 0
-
-
-def accuracy_on(a: SoupArguments, device: torch.device) -> Callable[[nn.Module], float]:
-    """Return a function that measures top-1 on the data, prepared as the first model says."""
-    import torch
-
-    from softmoe.data import evaluation_batches, open_source
-    from softmoe.evaluate.classify import classification
-    from softmoe.evaluate.inputs import evaluation_transform, match_classes, random_subset
-    from softmoe.machine import choose_precision
-    from softmoe.storage import open_saved
-
-    assert a.data is not None
-    dtype = choose_precision(a.precision, device, lambda line: print(line, file=sys.stderr))
-    first = open_saved(a.models[0])
-    source = random_subset(open_source(a.data, a.split), a.examples)
-    source, _ = match_classes(source, first.classes, first.config.num_classes or 0)
-    transform = evaluation_transform(first.preprocessing)
-
-    def score(model: nn.Module) -> float:
-        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-            return classification(model, evaluation_batches(source, transform, a.batch_size))["top1"]
-
-    return score

@@ -130,20 +130,19 @@ class TimmInterface(nn.Module):
         if output_fmt == "NCHW" and self.config.merge is not None and max(taken) >= self.config.merge[0]:
             raise ValueError(f"tokens are merged after block {self.config.merge[0]}: from there on there are no maps")
         x_BMD, grid = self.embed_images(x)
-        x_BMD = self.encoder.dropout(x_BMD)
         prefix = x_BMD.shape[1] - grid[0] * grid[1]
-        found: dict[int, Any] = {}
-        for number, block in enumerate(self.encoder.blocks):
-            if stop_early and number > max(taken):
-                break
-            x_BMD = block(x_BMD, None, grid)
-            if number in taken:
-                tokens_BMD = self.encoder.norm(x_BMD) if norm else x_BMD
-                cells_BMD = tokens_BMD[:, prefix:]
-                value = cells_BMD.transpose(1, 2).unflatten(2, grid) if output_fmt == "NCHW" else cells_BMD
-                found[number] = (value, tokens_BMD[:, :prefix]) if return_prefix_tokens else value
+        stop = max(taken) + 1 if stop_early else depth
+        last_BMD, outputs = self.encoder.forward_blocks(x_BMD, grid=grid, taken=taken, depth=stop)
+
+        def as_asked(output_BMD: Tensor) -> Any:
+            tokens_BMD = self.encoder.norm(output_BMD) if norm else output_BMD
+            cells_BMD = tokens_BMD[:, prefix:]
+            value = cells_BMD.transpose(1, 2).unflatten(2, grid) if output_fmt == "NCHW" else cells_BMD
+            return (value, tokens_BMD[:, :prefix]) if return_prefix_tokens else value
+
+        found = dict(zip(sorted(set(taken)), map(as_asked, outputs), strict=True))
         intermediates = [found[number] for number in taken]
-        return intermediates if intermediates_only else (self.encoder.norm(x_BMD), intermediates)
+        return intermediates if intermediates_only else (self.encoder.norm(last_BMD), intermediates)
 
     def get_intermediate_layers(
         self,

@@ -212,11 +212,15 @@ class Encoder(nn.Module):
         mask: Tensor | None = None,
         grid: tuple[int, int] | None = None,
         taken: Collection[int] = (),
+        depth: int | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the output of the last block, before the last norm, and, in order, those of the blocks `taken`."""
+        """Return the output of the last block, before the last norm, and, in order, those of the blocks `taken`.
+
+        `depth` stops after so many blocks.
+        """
         outputs: list[Tensor] = []
         x_BMD = self.dropout(x_BMD)
-        for index, block in enumerate(self.blocks):
+        for index, block in enumerate(self.blocks[:depth]):
             if index in self.recomputed and self.training:
                 x_BMD = checkpoint(block, x_BMD, mask, grid, use_reentrant=False)
             else:

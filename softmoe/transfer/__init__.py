@@ -7,21 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from softmoe.evaluate.api import OthersWeights
+from softmoe.evaluate.api import OnDevice, OthersWeights
 from softmoe.machine import lazy_names
 
 if TYPE_CHECKING:
     from softmoe.transfer.finetune import branch, locked_config, plan_branch, transfer_config, write_finished
     from softmoe.transfer.in_place import InPlace, upcycle_
-    from softmoe.transfer.soups import Soup, greedy_soup, soup
+    from softmoe.transfer.soups import Souped, greedy_soup, soup
     from softmoe.transfer.upcycling import Distance, Upcycled, compare_starts, distance, upcycle
 
 _HOMES = {
     "finetune": ("branch", "locked_config", "plan_branch", "transfer_config", "write_finished"),
     "in_place": ("InPlace", "upcycle_"),
-    "soups": ("Soup", "greedy_soup", "soup"),
+    "soups": ("Souped", "greedy_soup", "soup"),
     "upcycling": ("Distance", "Upcycled", "compare_starts", "distance", "upcycle"),
 }
 
@@ -29,6 +30,7 @@ __all__ = [
     "Distance",
     "InPlace",
     "Soup",
+    "Souped",
     "Upcycle",
     "UpcycleOptions",
     "Upcycled",
@@ -93,6 +95,43 @@ class Upcycle(UpcycleOptions, OthersWeights):
 
     def run(self, report: Callable[[str], None] = lambda line: None) -> Upcycled | str:
         """Return the model and its distance, or with init "compare" the table; both can be printed."""
+        check_empty(self.out)
+
         from softmoe.transfer.upcycling import run_upcycle
 
         return run_upcycle(self, report)
+
+
+@dataclass(frozen=True)
+class Soup(OnDevice):
+    """Average the weights of models that were fine-tuned from the same one: one model, better than each, at no cost."""
+
+    models: tuple[str, ...]
+    """Folders of saved models or of runs."""
+    _: KW_ONLY
+    out: str
+    """Folder of the new model; it must be new or empty."""
+    greedy: bool = False
+    """Best first, and keep only those that do not lower the accuracy on --data."""
+    data: str | None = None
+    """Greedy: images to choose by (not those the result is later judged by): a folder, or a source as in training."""
+    split: str = "val"
+    examples: int | None = None
+    """Greedy: use this many images only, drawn at random."""
+    batch_size: int = 64
+
+    def run(self, report: Callable[[str], None] = lambda line: None) -> Souped:
+        """Save the average, and return which models went into it with their scores."""
+        if self.greedy != (self.data is not None):
+            raise ValueError("--greedy and --data belong together: a greedy soup is chosen by its accuracy on data")
+        check_empty(self.out)
+
+        from softmoe.transfer.soups import run_soup
+
+        return run_soup(self, report)
+
+
+def check_empty(out: str | None) -> None:
+    """Raise ValueError for a folder of the user's that a new model would take the place of."""
+    if out is not None and Path(out).exists() and any(Path(out).iterdir()):
+        raise ValueError(f"{out} is there already: choose another --out, or remove it")

@@ -17,17 +17,22 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from softmoe.data import evaluation_batches, open_source
+from softmoe.evaluate.classify import classification
+from softmoe.evaluate.inputs import evaluation_transform, match_classes, random_subset
+from softmoe.machine import choose_device, choose_precision
 from softmoe.models import VisionTransformer
 from softmoe.models.config import weight_facts
 from softmoe.storage import SavedModel, load_saved, open_saved, save_tensors
 from softmoe.storage.weights import Spec, WeightFiles, check_files
+from softmoe.transfer import Soup
 
 PIECE = 1 << 22  # numbers that are averaged at a time, in float64
 Score = Callable[[VisionTransformer], float]
 
 
 @dataclass(frozen=True)
-class Soup:
+class Souped:
     """A saved soup, and what went into it."""
 
     saved: SavedModel
@@ -139,16 +144,16 @@ def common_specs(models: Sequence[SavedModel]) -> dict[str, Spec]:
     return first
 
 
-def soup(models: Sequence[str | Path], out: str | Path) -> Soup:
+def soup(models: Sequence[str | Path], out: str | Path) -> Souped:
     """Save the mean of all `models` (saved folders, runs) in the folder `out`."""
     with Ingredients(models) as ingredients:
         every = tuple(range(len(models)))
-        return Soup(ingredients.write(every, out, {"soup": "uniform"}), every)
+        return Souped(ingredients.write(every, out, {"soup": "uniform"}), every)
 
 
 def greedy_soup(
     models: Sequence[str | Path], out: str | Path, score: Score, device: str | torch.device = "cpu"
-) -> Soup:
+) -> Souped:
     """Start from the best model, and add each next best one if the score of the mean does not fall."""
     with Ingredients(models) as ingredients:
         first = ingredients.models[0]
@@ -174,7 +179,31 @@ def greedy_soup(
             if found >= best:
                 kept, best = [*kept, index], found
         facts = {"soup": "greedy", "score": best, "scores_alone": list(scores)}
-        return Soup(ingredients.write(kept, out, facts), tuple(kept), scores, best)
+        return Souped(ingredients.write(kept, out, facts), tuple(kept), scores, best)
+
+
+def run_soup(a: Soup, report: Callable[[str], None]) -> Souped:
+    """Average all models, or those that do not lower the accuracy on the data."""
+    if not a.greedy:
+        return soup(a.models, a.out)
+    device = choose_device(a.device)
+    return greedy_soup(a.models, a.out, accuracy_on(a, device, report), device)
+
+
+def accuracy_on(a: Soup, device: torch.device, report: Callable[[str], None]) -> Score:
+    """Return a function that measures top-1 on the data, prepared as the first model says."""
+    assert a.data is not None
+    dtype = choose_precision(a.precision, device, report)
+    first = open_saved(a.models[0])
+    source = random_subset(open_source(a.data, a.split), a.examples)
+    source, _ = match_classes(source, first.classes, first.config.num_classes or 0)
+    transform = evaluation_transform(first.preprocessing)
+
+    def score(model: VisionTransformer) -> float:
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+            return classification(model, evaluation_batches(source, transform, a.batch_size))["top1"]
+
+    return score
 
 
 def check_alike(models: Sequence[SavedModel]) -> None:
