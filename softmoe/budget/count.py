@@ -7,11 +7,12 @@ rest (no QK-norm, attention pooling, the tanh layer, fixed routers, merged token
 estimate. All of it is under 1 % of a usual model. Letters: see parts.py.
 """
 
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple, get_args
 
-from softmoe.budget.parts import SPARSE, Part, Routed, checked, macs_without_gradient, parts, patches, routed
+from softmoe.budget.parts import SPARSE, Part, Routed, backward_macs, checked, parts, patches, routed
 from softmoe.models import TextConfig, TwoTowerConfig, VisionTransformer, ViTConfig, model_config
 from softmoe.models.registry import override
 from softmoe.models.two_tower import features_dim
@@ -143,12 +144,12 @@ def cost(model: VisionTransformer | ViTConfig | str, *, convention: Convention =
     macs = sum(part.macs for part in by_part.values())
     if params > MAX_PARAMS or macs > MAX_MACS:
         raise ValueError("sizes of this model cannot be meant: it has over 10^18 parameters or 10^24 products an image")
-    spared = round(macs_without_gradient(config, one_hot=one_hot))
+    backward = backward_macs(config, one_hot=one_hot)
     return Cost(
         params=params,
         macs=macs,
         forward_flops=2 * macs + elementwise(config, FORWARD, one_hot=one_hot),
-        train_flops=6 * macs - 2 * spared + elementwise(config, TRAIN, one_hot=one_hot),
+        train_flops=2 * macs + 2 * backward + elementwise(config, TRAIN, one_hot=one_hot),
         parts=by_part,
     )
 
@@ -195,17 +196,24 @@ def text_cost(config: TextConfig, out_dim: int) -> Cost:
     )
 
 
-def training_flops(shape: ViTConfig | TwoTowerConfig, *, locked: bool = False, cached: bool = False) -> int:
-    """Return the FLOPs per image, and of two towers its text.
+def training_flops(
+    shape: ViTConfig | TwoTowerConfig, learned: Collection[str] | None = None, *, cached: bool = False
+) -> int:
+    """Return the FLOPs of forward and backward pass per image, and of two towers its text.
 
-    A locked image tower has no backward pass; a cached one does not run. The loss itself, a product of the batch with
-    itself, is left out.
+    `learned` are the names of the parameters that are trained; None means all. Of the others the backward pass computes
+    no gradients, and none below the lowest that is trained; elementwise operations are taken to shrink by as much. A
+    text tower is counted whole. A cached image tower does not run. The loss itself, a product of the batch with itself,
+    is left out.
     """
     if isinstance(shape, ViTConfig):
-        return cost(shape).train_flops
-    image, width = cost(shape.image), features_dim(shape)
+        whole = cost(shape)
+        share = backward_macs(shape, learned) / backward_macs(shape)
+        return whole.forward_flops + round(share * (whole.train_flops - whole.forward_flops))
+    image = None if learned is None else [name.removeprefix("image.") for name in learned if name.startswith("image.")]
+    width = features_dim(shape)
     out_dim = shape.embed_dim or width
     flops = text_cost(shape.text, out_dim).train_flops
     if shape.embed_dim is not None:
-        flops += 6 * width * out_dim
-    return flops + (0 if cached else image.forward_flops if locked else image.train_flops)
+        flops += (4 if image == [] else 6) * width * out_dim
+    return flops + (0 if cached else training_flops(shape.image, image))

@@ -6,6 +6,7 @@ Letters: M tokens of an image (a class token included), D width, A heads, H hidd
 N experts, S rows that they process per image, all experts together. Where tokens are merged, later blocks have fewer.
 """
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -23,6 +24,8 @@ SPARSE = ("tokens_choice", "experts_choice")
 MIXING = ("soft", "uniform", "soft_uniform", "uniform_soft")  # slots are averages of tokens: two dense products
 LEARNED = ("soft", "soft_uniform", "uniform_soft")  # one more product, for the logits
 KNOWN = (*SPARSE, *MIXING, "identity")
+Factor = tuple[str | None, Fraction | int]
+"""One factor of a product and the product's multiply-accumulates: a parameter, by the start of its name, or None."""
 
 
 @dataclass(frozen=True)
@@ -190,18 +193,78 @@ def router_macs(config: ViTConfig, one_hot: bool) -> Fraction:
     return Fraction(products * M * moe.slots * D)
 
 
-def macs_without_gradient(config: ViTConfig, *, one_hot: bool = False) -> Fraction:
-    """Count the multiply-accumulates that the backward pass saves because an operand needs no gradient.
+def backward_macs(config: ViTConfig, learned: Collection[str] | None = None, *, one_hot: bool = False) -> int:
+    """Count the multiply-accumulates of one image's backward pass.
 
-    Such operands are the pixels, the 0/1 mask of the one-hot dispatch, and the fixed weights of uniform routers.
+    `learned` are the names of the parameters that are trained; None means all. Each factor of a product has a gradient
+    that costs as much as the product. It is computed only if the factor is learned, or made by something that is.
     """
-    M, D, moe = config.tokens, config.width, routed(config)
-    spared = Fraction(embedding(config).macs)
-    if moe is None:
-        return spared
-    fixed = {"uniform": 2, "soft_uniform": 1, "uniform_soft": 1}.get(moe.router, 0)
-    spared += moe.layers * fixed * M * moe.slots * D
-    return spared + (moe.layers * moe.mask * D if one_hot else 0)
+    total, flows = Fraction(0), False
+    for name, macs in factors(config, one_hot):
+        needed = flows if name is None else learned is None or any(one.startswith(name) for one in learned)
+        total += macs * needed
+        flows = flows or needed
+    return round(total)
+
+
+def factors(config: ViTConfig, one_hot: bool) -> Iterator[Factor]:
+    """Yield the factors of all products in the order of the forward pass; parameters that are in none have 0.
+
+    What stands side by side comes one after the other here, which counts up to a product too much where a trained MLP
+    stands beside experts that are not, or a trained model has an attention pool that is not.
+    """
+    c, D, H, moe = config, config.width, config.mlp_dim, routed(config)
+    yield "embed.proj.weight", embedding(c).macs  # pixels need no gradient
+    yield from ((name, 0) for name in ("embed.", "class_token", "registers", "positions.", "pre_norm."))
+    for block, M in enumerate(c.tokens_by_block[:-1]):
+        at = f"encoder.blocks.{block}."
+        yield at + "norm1.", 0
+        yield from attention_factors(f"{at}attention.", 3 * M * D**2, 2 * M**2 * D, M * D**2)
+        yield from ((at + "scale1", 0), (at + "norm2.", 0))
+        routes = moe is not None and block in c.moe_blocks
+        if not moe or not routes or not moe.replaced:
+            mlp = f"{at}mlp.mlp." if routes else f"{at}mlp."
+            yield from (*product(mlp + "fc1.", M * D * H), *product(mlp + "fc2.", M * D * H))
+        if moe and routes:
+            yield from moe_factors(c, moe, f"{at}mlp.", one_hot)
+        yield at + "scale2", 0
+        if c.merge and block == c.merge[0]:
+            mixed = patches(c) * c.merge[1] * D
+            yield from ((at + "merger.norm.", 0), (None, 2 * mixed), (at + "merger.queries", mixed), (None, mixed))
+    yield "encoder.norm.", 0
+    if c.pool == "attention":
+        M = c.tokens_by_block[-1] - c.registers
+        yield from attention_factors("pool.attention.", (2 * M + 1) * D**2, 2 * M * D, D**2)
+        yield from (("pool.", 0), *product("pool.mlp.fc1.", D * H), *product("pool.mlp.fc2.", D * H))
+    yield from (("pool_norm.", 0), *product("pre_logits.", D * (c.representation_size or 0)))
+    yield from product("head.", c.head_width * (c.num_classes or 0))
+
+
+def product(layer: str, macs: int) -> tuple[Factor, ...]:
+    """Return the factors of a linear layer: its input and its weight. The bias is in no product."""
+    return (None, macs), (f"{layer}weight", macs), (f"{layer}bias", 0)
+
+
+def attention_factors(at: str, into: int, mixed: int, out: int) -> Iterator[Factor]:
+    yield from (*product(at + "qkv.", into), (at + "query_norm.", 0), (at + "key_norm.", 0))
+    yield from ((None, 2 * mixed), *product(at + "out.", out))
+
+
+def moe_factors(config: ViTConfig, moe: Routed, at: str, one_hot: bool) -> Iterator[Factor]:
+    M, D = config.tokens, config.width
+    mixed = M * moe.slots * D if moe.router in MIXING else moe.mask * D if one_hot else 0
+    logits = M * D * (moe.experts if moe.router in SPARSE else moe.slots if moe.router in LEARNED else 0)
+    inside = moe.rows * D * moe.hidden
+    experts = ((None, inside), (at + "experts.w1", inside), (at + "experts.b1", 0))
+    experts += ((None, inside), (at + "experts.w2", inside), (at + "experts.b2", 0))
+    yield None, logits + mixed  # the tokens, which are compared and dispatched
+    if moe.router in ("soft", "soft_uniform"):
+        yield from ((at + "router.", logits), (None, mixed), *experts)  # None: the weights of dispatch
+    else:  # those weights are fixed, or 0 and 1
+        yield from (*experts, (at + "router.", logits))
+    yield None, mixed  # the outputs that are combined
+    if moe.router in ("soft", "uniform_soft", *SPARSE):
+        yield None, mixed  # the weights of combine
 
 
 def patches(config: ViTConfig) -> int:

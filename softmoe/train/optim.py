@@ -39,13 +39,8 @@ Schedule = Callable[[int], float]
 def make_optimizer(
     model: nn.Module, config: OptimSection, *, locked: bool = False, adapters: bool = False
 ) -> torch.optim.Optimizer:
-    """Make AdamW or SGD. `locked` leaves the image tower of two out; `adapters` all but the head and the experts beside
-    MLPs, and what lr_patterns name."""
-    if adapters:
-        config = replace(config, lr_patterns=(*config.lr_patterns, *ADAPTERS))
-    if locked:
-        config = replace(config, lr_patterns=(LOCKED, *config.lr_patterns))
-    groups = parameter_groups(model, config)
+    """Make AdamW or SGD, for the parameters that `parameter_groups` does not leave out."""
+    groups = parameter_groups(model, config, locked=locked, adapters=adapters)
     if config.name == "sgd":
         return make_sgd(groups, config.momentum)
     betas = (config.beta1, config.beta2)
@@ -67,8 +62,18 @@ def make_sgd(groups: list[dict], momentum: float) -> torch.optim.Optimizer:
     return optimizer
 
 
-def parameter_groups(model: nn.Module, config: OptimSection) -> list[dict]:
-    """One group per (decay, factor of the learning rate); a factor of 0 takes the parameter out of training."""
+def parameter_groups(
+    model: nn.Module, config: OptimSection, *, locked: bool = False, adapters: bool = False
+) -> list[dict]:
+    """Return a group per (decay, factor of the learning rate); a factor of 0 takes the parameter out of training.
+
+    `locked` leaves the image tower of two out; `adapters` all but the head and the experts beside MLPs, and what
+    lr_patterns name.
+    """
+    if adapters:
+        config = replace(config, lr_patterns=(*config.lr_patterns, *ADAPTERS))
+    if locked:
+        config = replace(config, lr_patterns=(LOCKED, *config.lr_patterns))
     decay_rules = (
         *config.decay_patterns,
         (HEAD, config.head_decay),

@@ -6,11 +6,12 @@ from typing import Any
 
 from softmoe.budget import blocks_to_recompute, cost, memory, text_cost, training_flops
 from softmoe.data import Source, open_source
-from softmoe.models import ViTConfig
+from softmoe.models import TwoTower, TwoTowerConfig, VisionTransformer, ViTConfig
 from softmoe.models.two_tower import features_dim
 from softmoe.storage.files import flatten
 from softmoe.train.config import ModelSection, TrainConfig
 from softmoe.train.data import buffers_of, open_sources
+from softmoe.train.optim import parameter_groups
 
 MANY_EPOCHS = 1000
 ROWS, EVALUATIONS = 10, 4  # the least of each in a run that is shorter than its recipe
@@ -90,12 +91,14 @@ def preview(config: TrainConfig) -> str:
     images = config.steps * config.data.batch_size
     seen = f"{images:,} are seen, {images / len(source):,.2f} epochs"
     checked = min(len(held_out), config.evaluation.examples or len(held_out))
-    gigaflops = f"{price.forward_flops / 1e9:.3f} GFLOPs forward and {price.train_flops / 1e9:.3f} GFLOPs training"
+    learned = learned_names(config, towers or shape)
+    training = training_flops(shape, [name.removeprefix("image.") for name in learned]) / 1e9
+    gigaflops = f"{price.forward_flops / 1e9:.3f} GFLOPs forward and {training:.3f} GFLOPs training"
     lines = [f"  {price.params:,} parameters, {gigaflops} per image"]
     if towers is not None:
         text = text_cost(towers.text, towers.embed_dim or features_dim(towers))
         lines.append(f"  text tower: {text.params:,} parameters, {text.train_flops / 1e9:.3f} GFLOPs training per text")
-    flops = training_flops(towers or shape, locked=config.model.locked) * images
+    flops = training_flops(towers or shape, learned) * images
     return "\n".join(
         [
             "settings (those that are None are left out)",
@@ -114,6 +117,17 @@ def preview(config: TrainConfig) -> str:
             *(f"  {name:<16}{size / 2**20:10,.1f} MiB" for name, size in memory_needed(config, shape).items()),
         ]
     )
+
+
+def learned_names(config: TrainConfig, shape: ViTConfig | TwoTowerConfig) -> list[str]:
+    """Return the names of the parameters that a run trains, without building its model in memory."""
+    import torch
+
+    with torch.device("meta"):
+        model = VisionTransformer(shape) if isinstance(shape, ViTConfig) else TwoTower(shape)
+    section = config.model
+    groups = parameter_groups(model, config.optim, locked=section.locked, adapters=section.adapters)
+    return [name for group in groups for name in group["names"]]
 
 
 def remarks(config: TrainConfig, shape: ViTConfig, source: Source) -> list[str]:

@@ -263,6 +263,7 @@ def build(
     recording = Recording(model)  # before compiling, which looks at the hooks
     average = None if config.ema is None else Average(model, config.ema, twin)  # a copy, before any hook
     optimizer = make_optimizer(model, config.optim, locked=config.model.locked, adapters=config.model.adapters)
+    learned = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     report = accelerate.apply(model, optimizer)
     if config.keep_logits_only:
         keep_logits_only(model)
@@ -290,7 +291,7 @@ def build(
         store=CheckpointStore(folder.checkpoints, config.checkpoint, progress.report, team.group, team.saving),
         metrics=MetricsFile(folder.metrics if team.leads else None),
         progress=progress,
-        flops_per_image=training_flops(shape, locked=config.model.locked, cached=isinstance(data, FeatureData)),
+        flops_per_image=training_flops(shape, learned, cached=isinstance(data, FeatureData)),
         team=team,
     )
 

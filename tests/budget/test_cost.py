@@ -11,10 +11,13 @@ from routers import moe_of
 from torch.utils.flop_counter import FlopCounterMode
 
 import softmoe
-from softmoe.budget import cost
+from softmoe.budget import cost, training_flops
 from softmoe.budget.count import FORWARD, TRAIN, elementwise
+from softmoe.budget.parts import backward_macs
 from softmoe.models import VisionTransformer, ViTConfig, create_model, model_config
 from softmoe.moe.routing import ROUTERS
+from softmoe.train import OptimSection
+from softmoe.train.optim import is_frozen, parameter_groups
 
 BATCH = 2
 
@@ -185,3 +188,43 @@ def test_mistakes(call, message: str) -> None:
     """What cannot be built has no cost; the sentence is that of the model."""
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def products(config: ViTConfig, learned: set[str] | None) -> int:
+    """Return the FLOPs that torch counts in the products of a backward pass, where only these parameters learn."""
+    with torch.device("meta"):
+        model, images = VisionTransformer(config), torch.empty(BATCH, 3, *config.image_shape)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(learned is None or name in learned)
+    outputs = model(images)
+    with FlopCounterMode(display=False) as counter:
+        outputs.sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("router", [None, *ROUTERS])
+@settings(max_examples=8)
+@given(data=st.data())
+def test_a_frozen_model_has_a_shorter_backward_pass(router: str | None, data: st.DataObject) -> None:
+    """With the lower blocks frozen, or all but the head and the experts, products equal those that torch counts."""
+    config = replace(data.draw(configs((router,))), num_classes=7)
+    with torch.device("meta"):
+        model = VisionTransformer(config)
+    frozen = data.draw(st.integers(0, config.depth))
+    section = OptimSection(freeze=frozen / config.depth)
+    adapters = config.pool != "attention" and data.draw(st.booleans())
+    learned = {name for group in parameter_groups(model, section, adapters=adapters) for name in group["names"]}
+    assert 2 * BATCH * backward_macs(config, learned) == products(config, learned)
+
+
+def test_flops_of_training_a_part() -> None:
+    """A head alone costs its own gradient beside the forward pass; half of the blocks about a third less than all."""
+    config = model_config("soft_ti16_16e", num_classes=10, image_size=64)
+    with torch.device("meta"):
+        names = [name for name, _ in VisionTransformer(config).named_parameters()]
+    whole = cost(config)
+    assert training_flops(config) == training_flops(config, names) == whole.train_flops
+    head = training_flops(config, ["head.weight", "head.bias"])
+    assert whole.forward_flops + 2 * 192 * 10 <= head < 1.001 * whole.forward_flops
+    upper = training_flops(config, [name for name in names if not is_frozen(name, 6)])
+    assert 0.6 * whole.train_flops < upper < 0.7 * whole.train_flops

@@ -28,13 +28,17 @@ def test_text_towers_are_counted_exactly(pool, moe):
 
 
 def test_training_flops():
-    """Both towers and the projection; a locked tower goes forward only, a cached one not at all."""
+    """Both towers and the projection; a locked tower goes forward only, a cached one not at all.
+
+    The projection then hands no gradient down.
+    """
     config = shape(embed_dim=8)
     image, text = cost(config.image), text_cost(config.text, 8)
     projection = 6 * 16 * 8
     assert training_flops(config) == image.train_flops + text.train_flops + projection
-    assert training_flops(config, locked=True) == image.forward_flops + text.train_flops + projection
-    assert training_flops(config, locked=True, cached=True) == text.train_flops + projection
+    locked, last = ["text.projection.weight", "projection.weight"], 4 * 16 * 8
+    assert training_flops(config, locked) == image.forward_flops + text.train_flops + last
+    assert training_flops(config, locked, cached=True) == text.train_flops + last
     assert training_flops(config.image) == image.train_flops
     built = sum(p.numel() for p in two_towers(embed_dim=8).parameters())
     assert built == image.params + text.params + 17 * 8 + 2

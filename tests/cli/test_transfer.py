@@ -8,7 +8,7 @@ import torch
 from convert.plain import PlainViT, timm_names
 from safetensors.torch import save_file
 
-from softmoe import save_pretrained
+from softmoe import cost, save_pretrained
 from softmoe.cli import main
 from softmoe.convert import from_pretrained
 from softmoe.models import VisionTransformer, ViTConfig
@@ -161,6 +161,22 @@ def test_finetune_others_weights(tmp_path: Path, monkeypatch, capsys):
     assert open_saved("runs/b").config.heads == 2
     assert main(["finetune", "folder", "shapes?size=16", "--adapters", *QUICK]) == 2
     assert "make a model of it with `softmoe upcycle folder " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [["--freeze", "0.5"], ["--adapters"]])
+def test_flops_are_those_of_what_is_trained(dense: Path, tmp_path: Path, monkeypatch, capsys, options: list[str]):
+    """The plan and the run count the same FLOPs, fewer than those of training the whole model."""
+    monkeypatch.chdir(tmp_path)
+    command = ["finetune", str(dense), "shapes?size=16", "--run-name", "part", *QUICK, *options]
+    assert main([*command, "--dry-run"]) == 0
+    planned = float(capsys.readouterr().out.partition(" FLOPs in all")[0].split()[-1])
+    assert main(command) == 0
+    images, flops = (
+        json.loads(Path("runs/part/metrics.jsonl").read_text().splitlines()[-1])[k] for k in ("images", "flops")
+    )
+    assert flops == pytest.approx(planned, rel=1e-3)
+    price = cost(open_saved("runs/part").config)
+    assert price.forward_flops < flops / images < 0.8 * price.train_flops
 
 
 def test_finetune_dry_run_and_mistakes(dense: Path, tmp_path: Path, monkeypatch, capsys):
