@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,8 +23,9 @@ class EvaluateArguments(Printed, Evaluate):
     """Accuracy, loss and calibration of a saved model, and a page with its confusions, classes and worst photos."""
 
     out: Path | None = None
-    """Where the page (.html) or everything as JSON (.json) goes; evaluation.html in the run's folder, or here, if not
-    given (with a number if there is one), and nowhere with --json."""
+    """A new file for the page (.html) or everything as JSON (.json). If not given, the page is evaluation.html in the
+    run's folder, or MODEL_evaluation.html beside another saved model, with a number if there is one. There is none with
+    --json, and none for a model that is not in a folder of yours (demo, user/name on the Hub)."""
     classes: bool = False
     """Print the table of classes."""
 
@@ -34,15 +36,31 @@ def evaluate_command(argv: list[str]) -> int:
 
     from softmoe.evaluate.mistakes import write_page
 
-    told = evaluation_text(report, classes=a.classes)
-    if not a.json if a.out is None else a.out.suffix != ".json":
-        run = Path(a.model)
-        place = a.out or unused((run if (run / "metrics.jsonl").is_file() else Path()) / "evaluation.html")
-        told += f"\n{'page':<27}{write_page(report, place, f'{a.model} on {a.data}')}"
-        a = replace(a, out=None)
-    report["worst"] = [{key: value for key, value in row.items() if key != "picture"} for row in report["worst"]]
-    a.show(report, told)
+    worst = [{key: value for key, value in row.items() if key != "picture"} for row in report["worst"]]
+    as_json = a.out is not None and a.out.suffix == ".json"
+    text = evaluation_text(report, classes=a.classes)
+    replace(a, out=a.out if as_json else None).show(report | {"worst": worst}, text)
+    if not as_json and (a.out or not a.json):
+        place = a.out or page_beside(str(a.model))
+        written = place and write_page(report, place, f"{a.model} on {a.data}")
+        if not a.json:
+            print(f"{'page':<27}{written or 'none: --out FILE.html says where to write one'}")
     return 1 if report["unreadable"] else 0
+
+
+def page_beside(model: str) -> Path | None:
+    """Return a new file in the folder of the model's run, or beside the model; None if nothing can be written there."""
+    from softmoe.convert.foreign import split_options
+
+    path = Path(os.path.expanduser(split_options(model)[0]))
+    if not path.exists():
+        return None
+    if path.name in ("", ".."):
+        path = path.resolve()
+    run = next((folder for folder in (path, *path.parents[:2]) if (folder / "metrics.jsonl").is_file()), None)
+    name = path.stem if path.is_file() else path.name
+    place = run / "evaluation.html" if run else path.with_name(f"{name}_evaluation.html")
+    return unused(place) if os.access(place.parent, os.W_OK) else None
 
 
 def evaluation_text(report: dict[str, Any], *, classes: bool) -> str:
@@ -88,14 +106,13 @@ class PredictArguments(Predict):
     csv: Path | None = None
     """Also write a table to this new file: a row for each image, with its classes and their probabilities."""
     features: Path | None = None
-    """Write the vectors before the head to this .npy file, one row for each readable image, in the order printed."""
+    """Also write the vectors before the head to this new .npy file: a row for each image, in the order printed."""
 
 
 def predict_command(argv: list[str]) -> int:
     a = parse(PredictArguments, argv, "predict")
-    if a.features and not a.features.resolve().parent.is_dir():
-        raise ValueError(f"there is no folder {a.features.resolve().parent} to write {a.features.name} into")
     check_new(a.csv, "--csv")
+    check_new(a.features, "--features")
     predictions, unreadable = a.run()
     if a.json:
         bad = [{"image": image.name, "reason": image.reason} for image in unreadable]

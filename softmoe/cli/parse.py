@@ -9,6 +9,7 @@ import contextlib
 import io
 import itertools
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Collection
@@ -71,9 +72,7 @@ def parse(command: type[Command], argv: list[str], name: str) -> Command:
         if hints[key] == SIZE and value is not None:
             values[key] = parse_size(value)
     if not values.get("overwrite"):
-        check_new(values.get("out"))
-    if issubclass(command, Printed) and values["out"] and values["out"].is_dir():
-        raise ValueError(f"--out {values['out']} is a folder; give the name of a new file")
+        check_new(values.get("out"), "--out", a_file=issubclass(command, Printed))
     return command(**values)
 
 
@@ -109,10 +108,22 @@ def one_line(box: str) -> str:
     return re.sub(r"\s*For full helptext, (?:run|see):? (softmoe .*?--help)", r" (\1)", text)
 
 
-def check_new(path: str | Path | None, option: str = "--out") -> None:
-    """Raise ValueError for a file that is there already."""
-    if path is not None and Path(path).is_file():
+def check_new(path: str | Path | None, option: str, *, a_file: bool = True) -> None:
+    """Raise ValueError for a file that is there already, and for a place where none can be made.
+
+    With `a_file` a folder is refused too; without, the command writes into it.
+    """
+    if path is None:
+        return
+    path = Path(path)
+    if path.is_file():
         raise ValueError(f"{path} is there already: choose another {option}, or remove it")
+    if path.is_dir() and a_file:
+        raise ValueError(f"{option} {path} is a folder; give the name of a new file")
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if there != path and not (there.is_dir() and os.access(there, os.W_OK)):
+        why = "may not be written to" if there.is_dir() else "is a file"
+        raise ValueError(f"{option} {path} cannot be made: {there} {why}; choose another place")
 
 
 def unused(path: Path) -> Path:

@@ -1,6 +1,8 @@
 """`softmoe evaluate`, from a saved model and files to a table and JSON."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -54,14 +56,45 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_page_is_never_written_over(model, data, tmp_path, capsys):
     """A page by default, numbered if there is one; a file that was chosen must be new, said before the work."""
-    for name in ("evaluation.html", "evaluation_2.html"):
+    for name in ("model_evaluation.html", "model_evaluation_2.html"):
         assert main(["evaluate", str(model), str(data)]) == 0
-        assert f"page                       {name}" in capsys.readouterr().out
+        assert f"page                       {tmp_path / name}\n" in capsys.readouterr().out
         assert "Classes, the weakest first" in (tmp_path / name).read_text()
-    assert main(["evaluate", str(tmp_path / "none"), str(data), "--out", "evaluation.html"]) == 2
+    assert main(["evaluate", str(tmp_path / "none"), str(data), "--out", "model_evaluation.html"]) == 2
     assert capsys.readouterr().err == (
-        "softmoe: error: evaluation.html is there already: choose another --out, or remove it\n"
+        "softmoe: error: model_evaluation.html is there already: choose another --out, or remove it\n"
     )
+
+
+def test_the_page_is_with_the_model(model, data, tmp_path, monkeypatch, capsys):
+    """In the folder of its run, beside a model in no run, nowhere if there is no such folder; never just here."""
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    run = tmp_path / "runs" / "mine"
+    run.mkdir(parents=True)
+    shutil.copytree(model, run / "model")
+    (run / "metrics.jsonl").touch()
+    for where, page in (
+        ("../model", "../model_evaluation.html"),
+        ("../runs/mine/model", "../runs/mine/evaluation.html"),
+        ("../runs/mine", "../runs/mine/evaluation_2.html"),
+    ):
+        assert main(["evaluate", where, str(data)]) == 0
+        assert f"page                       {page}\n" in capsys.readouterr().out
+        assert Path(page).is_file()
+    monkeypatch.chdir(run / "model")
+    assert main(["evaluate", ".", str(data)]) == 0
+    assert (run / "evaluation_3.html").is_file()
+    monkeypatch.chdir(here)
+    assert main(["evaluate", "demo", "shapes?size=48", "--examples", "4"]) == 0
+    assert "page                       none: --out FILE.html says where" in capsys.readouterr().out
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert main(["evaluate", "../model", str(data)]) == 0
+    assert "page                       none: --out FILE.html says where" in capsys.readouterr().out
+    assert main(["evaluate", "../model", str(data), "--out", "new.html"]) == 2
+    assert "may not be written to; choose another place" in capsys.readouterr().err
+    assert not list(here.iterdir())
 
 
 def test_table_json_and_file(model, data, tmp_path, capsys):

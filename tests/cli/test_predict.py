@@ -112,7 +112,10 @@ def test_without_a_head(images, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{images}", "--features", "{images}/none/x.npy"], "there is no folder"),
+        (["{images}", "--features", "{images}"], "is a folder; give the name of a new file"),
+        (["{images}", "--features", "{images}/a.png"], "a.png is there already: choose another --features"),
+        (["{images}", "--features", "{images}/a.png/x.npy"], "a.png is a file; choose another place"),
+        (["{images}", "--csv", "{images}/a.png/x.csv"], "a.png is a file; choose another place"),
         (["{images}", "--top", "0"], "top must be at least 1"),
         (["{images}/*.gif"], "no file matches"),
     ],
