@@ -72,7 +72,7 @@ class FolderSource(Source):
 
 
 def open_folder(path: str, split: str, *, val: str | None = None) -> FolderSource:
-    root = Path(path).expanduser()
+    root = Path(os.path.expanduser(path))
     if not root.exists():
         raise ValueError(f"The data folder {root} does not exist; give one with <class>/<image> in it: --data PATH.")
     if root.is_file():
@@ -275,7 +275,7 @@ class PairsSource(Source):
 
 
 def open_pairs(path: str, split: str, *, val: str | None = None) -> PairsSource:
-    above = Path(path).expanduser()
+    above = Path(os.path.expanduser(path))
     root = above / split
     whole = above.is_dir() and not any((above / s).is_dir() for s in (*_SPLITS, split))
     if not root.is_dir() and not whole:

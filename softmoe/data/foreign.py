@@ -13,6 +13,7 @@ applies. The split "val" is the set's `validation`, or its `test` if it has none
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -68,7 +69,7 @@ class IdxSource(Source):
 
 
 def open_idx(path: str, split: str) -> IdxSource:
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     if not folder.is_dir():
         raise ValueError(
             f"The folder {folder} does not exist; idx:PATH needs PATH/train-images-idx3-ubyte and its labels."
@@ -203,7 +204,7 @@ def open_hf(
 
 
 def _load(datasets: Any, path: str, config: str) -> Any:
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     try:
         if (folder / "dataset_dict.json").is_file():
             return datasets.load_from_disk(str(folder))

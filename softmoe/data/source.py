@@ -19,6 +19,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import inspect
+import os
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -146,7 +147,7 @@ def parse_uri(uri: str) -> tuple[str, str, dict[str, str]]:
     """scheme, path and options of a source string; ValueError where it is not one. A path that exists means folder:"""
     address, _, query = uri.partition("?")
     scheme, _, path = address.partition(":")
-    if scheme not in _SCHEMES and Path(address).expanduser().exists():
+    if scheme not in _SCHEMES and Path(os.path.expanduser(address)).exists():
         scheme, path = "folder", address
     elif scheme not in _SCHEMES and (not path or len(scheme) == 1) and ("/" in address or "\\" in address):
         raise ValueError(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import io
 import itertools
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -46,7 +47,7 @@ class Tokenizer:
 
     @classmethod
     def open(cls, path: str | Path, lower: bool = True) -> Tokenizer:
-        file = Path(path).expanduser()
+        file = Path(os.path.expanduser(path))
         if not file.is_file():
             raise ValueError(f"there is no tokenizer file {file}; make one with `softmoe tokenizer train`")
         return cls(file.name, read_bytes(file), lower)

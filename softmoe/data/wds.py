@@ -20,6 +20,7 @@ from __future__ import annotations
 import glob
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -188,7 +189,7 @@ def expand(pattern: str) -> list[Path]:
     if _variants(pattern) > _MOST_SHARDS:
         raise ValueError(f"The shards {shortened(pattern)!r} are more than {_MOST_SHARDS:,} names.")
     files: list[Path] = []
-    for name in _expand_braces(str(Path(pattern).expanduser())):
+    for name in _expand_braces(os.path.expanduser(pattern)):
         matches = sorted(glob.glob(name)) if glob.has_magic(name) else [name] if Path(name).is_file() else []
         if not matches:
             raise ValueError(f"No file {name} for the shards {pattern!r}; check the folder and the numbers in braces.")

@@ -64,7 +64,7 @@ def run_search(options: Search, progress: Progress | None = None) -> Hits:
         raise ValueError(f"top must be at least 1, got {options.top}")
     names = as_list(options.images)
     for name in names:
-        if not os.path.lexists(Path(name).expanduser()) and not glob.has_magic(name):
+        if not os.path.lexists(Path(os.path.expanduser(name))) and not glob.has_magic(name):
             raise ValueError(
                 f"there is no image file or folder {name!r}; the text to search for is one argument, in quotes"
             )

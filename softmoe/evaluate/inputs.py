@@ -3,6 +3,7 @@
 import glob
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -48,7 +49,7 @@ class Loaded:
 def open_model(where: str | Path) -> SavedModel:
     """Open the saved model that a user names, and say so if it is the checkpoint of a run that has not ended."""
     saved = open_saved(where)
-    if saved.folder.parent.name == "checkpoints" and saved.folder != Path(where).expanduser():
+    if saved.folder.parent.name == "checkpoints" and saved.folder != Path(os.path.expanduser(where)):
         step, steps = saved.provenance["step"], read_json(saved.folder / "state.json")["config"]["steps"]
         if step < steps:
             told = "softmoe: the run %s is not finished: this is its checkpoint of step %s of %s"
@@ -256,7 +257,7 @@ def find_images(patterns: Sequence[str]) -> list[Path]:
     """
     found: dict[Path, None] = {}
     for pattern in patterns:
-        path = Path(pattern).expanduser()
+        path = Path(os.path.expanduser(pattern))
         if path.is_dir():
             below = [p for p in path.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES and not p.is_dir()]
             if not below:

@@ -5,6 +5,7 @@ run at two batch sizes and compared with the model; a file that differs is remov
 """
 
 import logging
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -65,7 +66,7 @@ def export(
     """
     if to not in FORMATS:
         raise ValueError(f"the format must be one of {', '.join(FORMATS)}, got {to!r}")
-    target = Path(path).expanduser()
+    target = Path(os.path.expanduser(path))
     if not target.resolve().parent.is_dir():
         raise ValueError(f"there is no folder {target.resolve().parent} to write {target.name} into")
     if target.suffix != SUFFIX[to]:

@@ -7,6 +7,7 @@ The folder says in config.json (provenance.base) where the base lies and the fin
 moved is also looked for beside the folder, under its own name.
 """
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -50,7 +51,11 @@ def facts_of_base(where: str | Path) -> dict[str, str]:
     saved = open_saved(where)
     if "base" in saved.provenance:
         raise ValueError(f"{where} holds adapters itself: give its base, {saved.provenance['base']['where']}")
-    name = str(where) if hub.is_id(str(where)) and not Path(where).exists() else str(Path(where).expanduser().resolve())
+    name = (
+        str(where)
+        if hub.is_id(str(where)) and not Path(where).exists()
+        else str(Path(os.path.expanduser(where)).resolve())
+    )
     return {"where": name, "fingerprint": saved.fingerprint}
 
 

@@ -115,6 +115,14 @@ WRONG = [
     ("soup saved demo --out averaged", "only models of one architecture can be averaged"),
     ("study controls --scale huge", "Expected one of ('tiny', 'small', 'paper')"),
     ("quickstart --out page.html", "Unrecognized options: --out"),
+    ("train small_data --data ~nobodyhere/photos", "There is no folder ~nobodyhere/photos"),
+    ("evaluate saved ~nobodyhere/photos", "There is no folder ~nobodyhere/photos"),
+    ("evaluate ~nobodyhere/saved photos", "there is no folder ~nobodyhere/saved"),
+    ("evaluate saved 'idx:~nobodyhere/photos'", "~nobodyhere/photos"),
+    ("evaluate saved 'wds:~nobodyhere/{split}.tar'", "~nobodyhere/val.tar"),
+    ("search saved dog ~nobodyhere/photos", "there is no image file or folder '~nobodyhere/photos'"),
+    ("export saved --to onnx --out ~nobodyhere/model.onnx", "there is no folder"),
+    ("train lit_small --image saved --data pairs:~nobodyhere/x", "~nobodyhere/x"),
 ]
 
 
