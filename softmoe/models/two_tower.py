@@ -4,12 +4,13 @@ Letters: B images or texts, M tokens, D width of a tower, E width of the common 
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
 from softmoe.models.config import TextConfig, TwoTowerConfig
+from softmoe.models.conventions import HubInterface, public
 from softmoe.models.heads import Projection
 from softmoe.models.vit import VisionTransformer, make_encoder, make_pool
 from softmoe.moe.experts import ACTIVATIONS, normal_
@@ -104,10 +105,11 @@ class Embeddings(NamedTuple):
     bias: Tensor | None
 
 
-class TwoTower(nn.Module):
+class TwoTower(HubInterface):
     """An image tower without a head, and a text tower.
 
-    Images may also be given as (B, D) features of the image tower, which need computing only once if it is locked.
+    Images may also be given as (B, D) features of the image tower, which need computing only once if it is locked. It
+    is saved with its tokenizer: `save_pretrained(folder, tokenizer=...)`, `push_to_hub(name, tokenizer=...)`.
     """
 
     def __init__(self, config: TwoTowerConfig):
@@ -152,6 +154,13 @@ class TwoTower(nn.Module):
         if self.locked:
             self.image.eval()
         return self
+
+    @classmethod
+    def from_pretrained(cls, where: Any, *arguments: Any, revision: str | None = None, **options: Any) -> Self:
+        """Load both towers from a folder, a run or the Hub; `softmoe.from_pretrained` loads the image tower alone."""
+        storage = public("storage")
+        saved = storage.open_saved(where if revision is None else storage.hub.download(str(where), revision))
+        return storage.load_two_tower(saved, *arguments, **options).eval()
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         self.image.set_grad_checkpointing(enable)

@@ -107,8 +107,12 @@ def save_tensors(
     target = check_path(Path(folder).expanduser())
     refuse_other_files(target)
     config, towers = split_architecture(architecture)
+    tokenizer = tokenizer and TokenizerFile(tokenizer.name, tokenizer.data, tokenizer.lower)  # or softmoe.data's
     if (tokenizer is None) != (towers is None):
-        raise ValueError("two towers are saved with their tokenizer, and a model for images alone has none")
+        raise ValueError(
+            "two towers are saved with their tokenizer, and a model for images alone has none: give tokenizer= for two "
+            "towers (softmoe.data.Tokenizer.open(FILE)) and leave it out for one"
+        )
     with torch.device("meta"):
         check_specs(construct(architecture), specs, f"{target} was not written", rest)
     if isinstance(preprocessing, Mapping):

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,6 +94,29 @@ def test_saved_and_loaded(tmp_path):
     card = (folder / "README.md").read_text()
     assert "softmoe search model" in card
     assert "400 tokens" in card or "tokens |" in card
+
+
+def test_methods_of_the_hub(tmp_path, monkeypatch):
+    """They save both towers with a tokenizer, load both in evaluation mode, and put them on the Hub whole."""
+    model, sent = two_towers(embed_dim=8), []
+    with pytest.raises(ValueError, match=r"give tokenizer= for two towers \(softmoe.data.Tokenizer.open"):
+        model.save_pretrained(tmp_path / "model")
+    model.train().save_pretrained(tmp_path / "model", tokenizer=tokenizer())
+    again = TwoTower.from_pretrained(tmp_path / "model", dtype=torch.float64)
+    assert (again.training, again.log_scale.dtype) == (False, torch.float64)
+    assert again.config == model.config
+    for name, value in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value.double()), name
+    model.image.save_pretrained(tmp_path / "image")
+    with pytest.raises(ValueError, match="is a model for images alone"):
+        TwoTower.from_pretrained(tmp_path / "image")
+
+    def upload(folder: Path, name: str, **_) -> None:
+        sent.append((name, sorted(path.name for path in folder.iterdir())))
+
+    monkeypatch.setattr("softmoe.storage.hub.upload", upload)
+    model.push_to_hub("me/towers", tokenizer=tokenizer())
+    assert sent == [("me/towers", ["README.md", "config.json", "model.safetensors", "tokenizer.json"])]
 
 
 def test_a_model_for_images_has_no_texts(tmp_path):
