@@ -178,7 +178,7 @@ def conclude(study: ModuleType, lab: Lab, table: Table, claims: list[Claim], fol
     from softmoe.report.runs import save_png
 
     trained = any(row.folder.name for row in table)
-    notes = [f"Scale {lab.scale}, {lab.seeds} seeds, data {lab.base.data.train}. Runs: results.csv."] if trained else []
+    notes = [f"{lab}. Runs: results.csv."] if trained else []
     notes += study.notes(table) if hasattr(study, "notes") else []
     picture = save_png(study.figure(table, lab), folder / f"{name_of(study)}.png")
     return [picture, *write_verdict(folder, name_of(study), (study.__doc__ or "").strip(), claims, notes)]

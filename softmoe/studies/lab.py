@@ -63,6 +63,12 @@ class Lab:
     """Settings of every learned soft router that has them."""
     transfer: str | None = None
     """Data of other classes."""
+    recipe: str | None = None
+    """The recipe that is studied, if it is one and not a scale."""
+
+    def __str__(self) -> str:
+        what = f"Scale {self.scale}" if self.recipe is None else f"Recipe {self.recipe}"
+        return f"{what}, {self.seeds} {'seed' if self.seeds == 1 else 'seeds'}, data {self.base.data.train}"
 
     @property
     def image_size(self) -> int:
@@ -188,7 +194,7 @@ def recipe_lab(recipe: str) -> Lab:
     )
     experts = {"num_experts": moe.num_experts} | {name: getattr(moe, name) for name in LAYER_OPTIONS}
     soft = {name: value for name, value in vars(moe.router).items() if name not in ("num_experts", "slots_per_expert")}
-    return Lab("small", base, 3, experts, soft)
+    return Lab("small", base, 3, experts, soft, recipe=recipe)
 
 
 def with_steps(config: TrainConfig, steps: int) -> TrainConfig:

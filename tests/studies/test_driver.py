@@ -206,3 +206,16 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["study", "ablations", "--scale", "tiny", "--seeds", "2", "--dry-run", "--out", str(out)]) == 0
     assert "16 cells, 16 jobs to do" in capsys.readouterr().out
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (LabOptions(scale="small", recipe="quickstart", seeds=1), "Recipe quickstart, 1 seed, data characters"),
+        (LabOptions(scale="tiny", seeds=2), "Scale tiny, 2 seeds, data shapes"),
+    ],
+)
+def test_the_verdict_says_what_was_run(tmp_path: Path, options: LabOptions, words: str) -> None:
+    """The recipe or the scale, and how many seeds."""
+    run_study(study(Note("a")), make_lab(options), Store(tmp_path))
+    assert words in (tmp_path / "notes" / "verdict.md").read_text()
