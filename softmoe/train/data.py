@@ -57,6 +57,10 @@ def open_sources(config: TrainConfig) -> tuple[Source, Source]:
         )
     if len(train.classes) == 1 and config.text.size is None:
         raise ValueError(f"{d.train} has one class only, {train.classes[0]!r}: there is nothing to tell it from")
+    if config.model.refit_head and (train.multi_label or val.multi_label):
+        raise ValueError(
+            f"{d.train} has several labels an image, and a head in closed form takes one: leave out --refit-head"
+        )
     if d.val is None and d.train_split != d.val_split and train.fingerprint == val.fingerprint:
         raise ValueError(
             f"{d.train} gives the same images for training and validation: name the folder above it, or set data.val"

@@ -1,11 +1,14 @@
 """softmoe upcycle, soup and finetune, on real files."""
 
+import io
 import json
+import tarfile
 from pathlib import Path
 
 import pytest
 import torch
 from convert.plain import PlainViT, timm_names
+from PIL import Image
 from safetensors.torch import save_file
 
 from softmoe import cost, save_pretrained
@@ -177,6 +180,30 @@ def test_flops_are_those_of_what_is_trained(dense: Path, tmp_path: Path, monkeyp
     assert flops == pytest.approx(planned, rel=1e-3)
     price = cost(open_saved("runs/part").config)
     assert price.forward_flops < flops / images < 0.8 * price.train_flops
+
+
+def test_refit_head_is_refused_for_several_labels_an_image(dense: Path, tmp_path: Path, monkeypatch, capsys):
+    """At the start, in a dry run too: nothing is trained and no run is left."""
+    monkeypatch.chdir(tmp_path)
+    picture = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(picture, "PNG")
+    for split in ("train", "val"):
+        with tarfile.open(f"{split}.tar", "w") as tar:
+            for number in range(4):
+                labels = json.dumps({"label": [number % 2, 2]}).encode()
+                for ending, data in (("png", picture.getvalue()), ("json", labels)):
+                    member = tarfile.TarInfo(f"{split}{number}.{ending}")
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
+    command = ["finetune", str(dense), "wds:{split}.tar", *QUICK, "--objective.loss", "sigmoid"]
+    for more in ([], ["--dry-run"]):
+        assert main([*command, "--refit-head", "True", *more]) == 2
+        assert capsys.readouterr().err.splitlines()[-1] == (
+            "softmoe: error: wds:{split}.tar has several labels an image, and a head in closed form takes one: "
+            "leave out --refit-head"
+        )
+    assert not list(Path("runs").iterdir())
+    assert main([*command, "--dry-run"]) == 0
 
 
 def test_finetune_dry_run_and_mistakes(dense: Path, tmp_path: Path, monkeypatch, capsys):
