@@ -107,7 +107,7 @@ def evaluation_batches(
     """Yield each readable example once, in order; unreadable ones are left out and listed in their batch."""
     _check_workers(workers, prefetch)
     maker = EvaluationBatches(source, transform, batch_size, world, rank, captions, raw)
-    return _load_batches(maker, range(len(maker)), workers, prefetch)
+    return _load_batches(maker, range(len(maker)), min(workers, len(maker)), prefetch)
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,9 @@ def workers_for(device: str) -> int:
 def _check_workers(workers: int, prefetch: int) -> None:
     if workers < 0 or prefetch < 1:
         raise ValueError(f"workers must be at least 0 and prefetch at least 1, not {workers} and {prefetch}.")
+    most = max(64, 8 * (os.cpu_count() or 1))  # each takes some 200 MB: a slip of the keyboard takes all memory
+    if workers > most:
+        raise ValueError(f"workers are processes that read images: at most {most} on this machine, not {workers}.")
 
 
 class ErrorAsValue:

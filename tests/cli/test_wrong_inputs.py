@@ -115,6 +115,8 @@ WRONG = [
     ("soup saved demo --out averaged", "only models of one architecture can be averaged"),
     ("study controls --scale huge", "Expected one of ('tiny', 'small', 'paper')"),
     ("quickstart --out page.html", "Unrecognized options: --out"),
+    ("evaluate saved photos --workers 100000", "processes that read images: at most"),
+    ("fewshot saved photos --workers 100000", "processes that read images: at most"),
     ("train small_data --data ~nobodyhere/photos", "There is no folder ~nobodyhere/photos"),
     ("evaluate saved ~nobodyhere/photos", "There is no folder ~nobodyhere/photos"),
     ("evaluate ~nobodyhere/saved photos", "there is no folder ~nobodyhere/saved"),

@@ -1,6 +1,7 @@
 """Batches: the same with any number of workers, from any step, on any number of processes."""
 
 import logging
+import multiprocessing
 import os
 import signal
 from dataclasses import dataclass
@@ -240,6 +241,17 @@ def test_evaluation_sees_each_once(world, batch_size, workers):
     assert sorted(seen) == list(range(10))
     assert len({len(batches) for batches in ranks}) == 1
     assert all(b.images.shape[1:] == (3, 8, 8) for batches in ranks for b in batches)
+
+
+def test_workers_have_a_bound():
+    """More than a machine can hold are refused before one starts, and evaluation starts no more than it has batches."""
+    for make in (Loader, evaluation_batches):
+        with pytest.raises(ValueError, match="processes that read images: at most"):
+            make(Few(), PLAIN, 5, workers=100_000)
+    batches = evaluation_batches(Few(), PLAIN, 5, workers=6)
+    next(batches)
+    assert len(multiprocessing.active_children()) == 2
+    assert len(list(batches)) == 1
 
 
 def test_evaluation_leaves_out_broken():
