@@ -9,9 +9,9 @@ import contextlib
 import io
 import itertools
 import json
-import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from pathlib import Path
@@ -121,9 +121,18 @@ def check_new(path: str | Path | None, option: str, *, a_file: bool = True) -> N
     if path.is_dir() and a_file:
         raise ValueError(f"{option} {path} is a folder; give the name of a new file")
     there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    if there != path and not (there.is_dir() and os.access(there, os.W_OK)):
-        why = "may not be written to" if there.is_dir() else "is a file"
+    if there != path and not can_write(there):
+        why = "cannot be written to" if there.is_dir() else "is a file"
         raise ValueError(f"{option} {path} cannot be made: {there} {why}; choose another place")
+
+
+def can_write(folder: Path) -> bool:
+    """Tell by a file without a name if files can be made in a folder: rights alone do not say it."""
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return False
+    return True
 
 
 def unused(path: Path) -> Path:

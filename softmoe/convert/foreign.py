@@ -166,6 +166,8 @@ def locate(address: str) -> Path | None:
     if path.suffix in SUFFIXES:
         if not path.is_file():
             raise ValueError(f"there is no file {address}")
+        if path.name.startswith("model") and is_saved(path.parent):
+            raise ValueError(f"{path} is a part of a saved model: give its folder, {path.parent}")
         return path
     if not path.exists() and hub.is_id(address) and not hub.others_there(path):
         folder = hub.download(address)

@@ -1,8 +1,8 @@
 """`softmoe evaluate`, from a saved model and files to a table and JSON."""
 
 import json
-import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -89,11 +89,15 @@ def test_the_page_is_with_the_model(model, data, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(here)
     assert main(["evaluate", "demo", "shapes?size=48", "--examples", "4"]) == 0
     assert "page                       none: --out FILE.html says where" in capsys.readouterr().out
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
+
+    def refuse(**_) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
     assert main(["evaluate", "../model", str(data)]) == 0
     assert "page                       none: --out FILE.html says where" in capsys.readouterr().out
     assert main(["evaluate", "../model", str(data), "--out", "new.html"]) == 2
-    assert "may not be written to; choose another place" in capsys.readouterr().err
+    assert "cannot be written to; choose another place" in capsys.readouterr().err
     assert not list(here.iterdir())
 
 
