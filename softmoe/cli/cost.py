@@ -6,7 +6,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from softmoe.cli.parse import parse, parse_size
+from softmoe.cli.parse import check_new, parse, parse_size
 from softmoe.evaluate.api import OnDevice, OthersWeights
 from softmoe.machine import Precision
 
@@ -135,11 +135,11 @@ class BenchArguments(OnDevice):
     seconds: float = 15.0
     """Time for each group of functions that are compared with each other."""
     json: Path | None = None
-    """Also write the rows here."""
+    """Also write the rows to this new file."""
     compare: Path | None = None
     """Rows of another day, written by --json: say what moved beyond the noise."""
     plot: Path | None = None
-    """Also draw them here (PNG or SVG; needs matplotlib)."""
+    """Also draw them into this new file (PNG or SVG; needs matplotlib)."""
     device: str = "cpu"
     """cpu or cuda: layer, model, infer, routers and scaling can be timed on a GPU, with its own roofline and memory."""
     precision: Precision = "float32"
@@ -150,6 +150,8 @@ def bench_command(argv: list[str]) -> int:
     a = parse(BenchArguments, argv, "bench")
     if not 0 < a.seconds < math.inf:
         raise ValueError(f"--seconds must be above 0, got {a.seconds:g}")
+    check_new(a.json, "--json")
+    check_new(a.plot, "--plot")
 
     from softmoe.bench import timed_on
 

@@ -119,6 +119,8 @@ WRONG = [
     ("evaluate saved photos --out photos/ant/0.jpg/page.html", "0.jpg is a file; choose another place"),
     ("predict saved photos --csv photos", "--csv photos is a folder; give the name of a new file"),
     ("predict saved photos --features photos/ant/0.jpg", "choose another --features"),
+    ("bench layer --json empty.safetensors", "empty.safetensors is there already: choose another --json"),
+    ("bench layer --plot photos", "--plot photos is a folder; give the name of a new file"),
     ("evaluate saved photos --workers 100000", "processes that read images: at most"),
     ("fewshot saved photos --workers 100000", "processes that read images: at most"),
     ("train small_data --data ~nobodyhere/photos", "There is no folder ~nobodyhere/photos"),
