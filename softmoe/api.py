@@ -15,6 +15,7 @@ from typing import Any
 from softmoe import recipes
 from softmoe.cli.parse import whole_key
 from softmoe.cli.train import more_evaluators
+from softmoe.machine import is_first_process
 from softmoe.models.config import router_options
 from softmoe.storage.files import flatten
 from softmoe.train import Result, TrainConfig
@@ -60,7 +61,7 @@ def _run(recipe: TrainConfig, data: str | Path | None, settings: dict[str, Any])
         config = replace(config, steps=steps_of(epochs, config))
     config, fitted = fit(config, recipe, given)
     config, placed = free_name(config, recipe, named="run_name" in given)
-    if not config.log.quiet:
+    if not config.log.quiet and is_first_process():
         print(*filter(None, (fitted, placed)), sep="\n", end="\n" if fitted or placed else "")
     result = run_to_the_end(config, evaluators=more_evaluators(config))
     if result.rank == 0 and result.signal is None:

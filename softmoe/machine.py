@@ -56,6 +56,11 @@ def prepare_environment() -> None:
         os.environ["ONEDNN_MAX_CPU_ISA"] = cap
 
 
+def is_first_process() -> bool:
+    """Tell if this is the process of a run of many, as torchrun starts them, that speaks for all."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def use_threads(count: int | None) -> None:
     """Set the number of processor threads; None leaves it to torch."""
     if count is None:

@@ -161,8 +161,9 @@ def machine_line(roofline: Roofline) -> str:
     """Name the machine and its two rates in one line."""
     m = machine()
     gpu = f"{m['gpu']} ({m['products']}), " if "gpu" in m else ""
+    threads = f"{m['threads']} thread{'s' if m['threads'] > 1 else ''}"
     return (
-        f"{gpu}{m['cpu']}, {m['cores']} cores, {m['threads']} threads, torch {m['torch']}, {m['capability']}: "
+        f"{gpu}{m['cpu']}, {m['cores']} cores, {threads}, torch {m['torch']}, {m['capability']}: "
         f"{roofline.flops_per_second / 1e9:.0f} GFLOP/s, {roofline.bytes_per_second / 1e9:.1f} GB/s"
     )
 

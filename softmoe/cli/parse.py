@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hi
 
 import tyro
 
-from softmoe.machine import use_threads
+from softmoe.machine import is_first_process, use_threads
 from softmoe.storage.files import write_text
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ def parse_run(default: "TrainConfig", argv: list[str], prog: str, *, new: bool =
     made, fitted = fit(made, default, given)
     made.check()
     made, placed = free_name(made, default, named="run_name" in given)
-    for sentence in filter(None, (fitted, placed)):
+    for sentence in filter(None, (fitted, placed) if is_first_process() else ()):
         print(f"softmoe: {sentence}", file=sys.stderr)
     return made, found.dry_run
 

@@ -24,6 +24,7 @@ import numpy as np
 from softmoe.data.decode import BrokenImage, decode, read_image_file, read_member
 from softmoe.data.files import MAX_TEXT, ByteReader, Names, file_size, tar_members, unpacked
 from softmoe.data.source import Example, MinSide, Source, checked_titles, fingerprint
+from softmoe.machine import is_first_process
 from softmoe.storage.files import MAX_JSON_BYTES, check_names, parse_json, read_json
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")
@@ -150,7 +151,7 @@ def _share(text: str) -> float:
 
 
 def _say_once(root: Path, found: dict[str, list], whole: dict[str, list], split: str, share: float) -> None:
-    if str(root) in _told or split == "all" or not share:
+    if str(root) in _told or split == "all" or not share or not is_first_process():
         return
     _told.add(str(root))
     total, here = (sum(map(len, part.values())) for part in (whole, found))

@@ -2,7 +2,8 @@
 
 import pytest
 
-from softmoe.cli.parse import OTHER_NAMES, OTHER_WAYS, translate
+from softmoe import recipes
+from softmoe.cli.parse import OTHER_NAMES, OTHER_WAYS, parse_run, translate
 from softmoe.models.config import router_options
 from softmoe.storage.files import flatten
 from softmoe.train import TrainConfig
@@ -27,6 +28,17 @@ KEYS = [*flatten(TrainConfig().to_dict()), *(f"model.{name}" for name in router_
 def test_translations(typed: list[str], meant: list[str]):
     """Short and foreign names become whole keys; switches need no value; the rest is left to the parser."""
     assert translate(typed, KEYS, {"compile"})[0] == meant
+
+
+@pytest.mark.parametrize(("rank", "said"), [("0", "softmoe: a run of 60 steps, the recipe has"), ("1", "")])
+def test_one_process_of_many_says_what_was_made_to_fit(rank: str, said: str, monkeypatch, capsys, tmp_path):
+    """A run of few steps says what follows from that, once for all its processes."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.chdir(tmp_path)
+    parse_run(recipes.load("quickstart"), ["--steps", "60"], "softmoe train quickstart")
+    heard = capsys.readouterr().err
+    assert heard.startswith(said)
+    assert bool(heard) == bool(said)
 
 
 def test_keys_that_were_given():

@@ -39,6 +39,16 @@ def test_a_tenth_of_each_class(photos: Path, prefix: str, caplog: pytest.LogCapt
         ]
 
 
+def test_one_process_of_many_says_it(photos: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    """Of the processes of a run only the first says that a part is kept."""
+    monkeypatch.setenv("RANK", "1")
+    open_source(str(photos), "train")
+    assert caplog.messages == []
+    monkeypatch.setenv("RANK", "0")
+    open_source(str(photos), "train")
+    assert len(caplog.messages) == 1
+
+
 def test_the_choice_is_stable(photos: Path, tmp_path: Path):
     """The same on another machine and at another path; a new image does not move the others from one part to the other,
     but for the one that a larger share lets in."""
