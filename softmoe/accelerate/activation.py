@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from softmoe.accelerate.build import Kernel, call
-from softmoe.accelerate.guards import Off, backward_is_plain, exchange, kernel_applies
+from softmoe.accelerate.guards import Off, backward_is_plain, kernel_applies, swap_class
 
 
 def switch_on(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
     if why := KERNEL.why_not():
         raise Off(why)
-    if not (count := exchange(model, nn.GELU, CompiledGELU)):
+    if not (count := swap_class(model, nn.GELU, CompiledGELU)):
         raise Off("no GELU in this model")
     return f"{count} layers"
 
@@ -31,7 +31,7 @@ class CompiledGELU(nn.GELU):
         return super().forward(input)
 
     def in_place(self, x: Tensor) -> Tensor:
-        """GELU of a tensor that nobody else has and nothing is derived by, written over it."""
+        """Compute GELU in the memory of its input, which nobody else may use and no gradient may need."""
         if self.approximate == "tanh" and kernel_applies(x) and KERNEL.available:
             call(KERNEL.library.gelu, x, x, x.numel())
             return x
@@ -40,10 +40,10 @@ class CompiledGELU(nn.GELU):
 
 @torch.library.custom_op("softmoe::gelu", mutates_args=(), device_types="cpu")
 def gelu(x: Tensor) -> Tensor:
-    return _pass(KERNEL.library.gelu, x)
+    return _pointwise(KERNEL.library.gelu, x)
 
 
-def _pass(function: Any, *inputs: Tensor) -> Tensor:
+def _pointwise(function: Any, *inputs: Tensor) -> Tensor:
     out = torch.empty_like(inputs[0])
     call(function, *inputs, out, out.numel())
     return out
@@ -62,7 +62,7 @@ def _backward(ctx: Any, dy: Tensor) -> Tensor:
     (x,) = ctx.saved_tensors
     if backward_is_plain(dy):
         return torch.ops.aten.gelu_backward(dy, x, approximate="tanh")
-    return _pass(KERNEL.library.gelu_backward, x, dy.contiguous())
+    return _pointwise(KERNEL.library.gelu_backward, x, dy.contiguous())
 
 
 gelu.register_autograd(_backward, setup_context=_save)
@@ -73,8 +73,8 @@ def self_test(library: ctypes.CDLL) -> bool:
     exact = x.double()
     gradient = torch.ops.aten.gelu_backward(dy.double(), exact, approximate="tanh")
     return torch.allclose(
-        _pass(library.gelu, x).double(), F.gelu(exact, approximate="tanh"), rtol=1e-6, atol=1e-7
-    ) and torch.allclose(_pass(library.gelu_backward, x, dy).double(), gradient, rtol=1e-5, atol=1e-6)
+        _pointwise(library.gelu, x).double(), F.gelu(exact, approximate="tanh"), rtol=1e-6, atol=1e-7
+    ) and torch.allclose(_pointwise(library.gelu_backward, x, dy).double(), gradient, rtol=1e-5, atol=1e-6)
 
 
 KERNEL = Kernel("activation", self_test)

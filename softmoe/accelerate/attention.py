@@ -1,9 +1,9 @@
-"""Attention of tokens to each other by attention.cpp, on a CPU: two thirds of the time.
+"""Self-attention by attention.cpp, on a CPU: two thirds of the time of torch's.
 
 Letters: B sequences, M tokens, D width, C = 3 D numbers of a query, a key and a value, A heads, E head width.
 
 torch copies queries and keys for their norms, gathers three gradients in two more copies, adds the bias in a pass of
-its own and its gradient in another. The compiled pass goes from the one product to what is attended, and back.
+its own and its gradient in another. The compiled code does all of it in one pass, forward and backward.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from softmoe.accelerate.build import Kernel, call
-from softmoe.accelerate.guards import LANES, Off, backward_is_plain, exchange, has_no_hooks, kernel_applies
+from softmoe.accelerate.guards import LANES, Off, backward_is_plain, has_no_hooks, kernel_applies, swap_class
 from softmoe.models.transformer import Attention
 
 WIDEST = 256
@@ -24,7 +24,7 @@ WIDEST = 256
 def switch_on(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
     if why := KERNEL.why_not():
         raise Off(why)
-    if not (count := exchange(model, Attention, CompiledAttention)):
+    if not (count := swap_class(model, Attention, CompiledAttention)):
         raise Off("no attention of softmoe in this model")
     return f"{count} layers"
 
@@ -44,13 +44,13 @@ class CompiledAttention(Attention):
 
 
 def kernel_supports(layer: Attention, x_BMD: Tensor, mask_BM: Tensor | None) -> bool:
-    """True if the compiled pass may stand for the layers: plain ones that have no hooks, and a mask of tokens."""
+    """True if the compiled code may replace the layers: plain ones without hooks, and a mask of tokens."""
     qkv, norms = layer.qkv, (layer.query_norm, layer.key_norm)
     if (layer.dropout and layer.training) or not has_no_hooks(qkv, nn.Linear) or qkv.bias is None:
         return False
     width = qkv.out_features // (3 * layer.heads)
     return (
-        all(_known(norm, width) for norm in norms)
+        all(_norm_supported(norm, width) for norm in norms)
         and width % LANES == 0
         and width <= WIDEST
         and x_BMD.dim() == 3
@@ -60,8 +60,8 @@ def kernel_supports(layer: Attention, x_BMD: Tensor, mask_BM: Tensor | None) -> 
     )
 
 
-def _known(norm: nn.Module, width: int) -> bool:
-    """True for no norm, or that of a head, with a scale and without a bias."""
+def _norm_supported(norm: nn.Module, width: int) -> bool:
+    """True for no norm, and for a LayerNorm of one head with a scale and without a bias."""
     if has_no_hooks(norm, nn.LayerNorm):
         return norm.bias is None and norm.weight is not None and norm.weight.shape == (width,)
     return has_no_hooks(norm, nn.Identity)
@@ -95,7 +95,7 @@ def attend(
     query_eps: float,
     key_eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return (B, M, D), the heads side by side, and (B, A, M), the logarithms of the softmax' sums."""
+    """Return the attended values (B, M, D), heads side by side, and the log-sum-exp of the logits (B, A, M)."""
     return _forward(KERNEL.library, _Inputs(qkv_BMC, bias_C, query_E, key_E), mask_BM, heads, (query_eps, key_eps))
 
 
@@ -119,25 +119,25 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.save_for_backward(*tensors, *output)
 
 
-def _derive(ctx: Any, dout_BMD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, dout_BMD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     *tensors, mask_BM, out_BMD, logarithms_BAM = ctx.saved_tensors
     inputs = _Inputs(*tensors)
     if not backward_is_plain(dout_BMD):
         results = (out_BMD, logarithms_BAM, dout_BMD)
         return (*_backward(KERNEL.library, inputs, mask_BM, results, ctx.eps), None, None, None, None)
-    needed, derived = ctx.needs_input_grad[:4], torch.is_grad_enabled()
+    needed, twice = ctx.needs_input_grad[:4], torch.is_grad_enabled()
     with torch.enable_grad():
         output = _plain(inputs, mask_BM, ctx.heads, ctx.eps)
         asked = [t for t, need in zip(inputs, needed, strict=True) if t is not None and need]
-        found = iter(torch.autograd.grad(output, asked, dout_BMD, create_graph=derived))
+        found = iter(torch.autograd.grad(output, asked, dout_BMD, create_graph=twice))
     return (*(next(found) if need else None for need in needed), None, None, None, None)
 
 
-attend.register_autograd(_derive, setup_context=_save)
+attend.register_autograd(_gradients, setup_context=_save)
 
 
 def _plain(inputs: _Inputs, mask_BM: Tensor | None, heads: int, eps: tuple[float, float]) -> Tensor:
-    """Compute the attention with torch alone, so that it can be derived twice."""
+    """Compute the attention with torch alone, so that it can be differentiated twice."""
     parts = (inputs.qkv_BMC + inputs.bias_C).chunk(3, dim=2)
     query, key, value = (part.unflatten(2, (heads, -1)) for part in parts)
     if inputs.query_E is not None:
@@ -172,7 +172,7 @@ def _backward(
     results: tuple[Tensor, Tensor, Tensor],
     eps: tuple[float, float],
 ) -> tuple[Tensor | None, ...]:
-    """`results` are what `_forward` found and the gradient of the first."""
+    """Return the gradients of all inputs. `results` are both outputs of `_forward` and the gradient of the first."""
     out_BMD, logarithms_BAM, dout_BMD = results
     small = [None if t is None else torch.zeros_like(t) for t in inputs[1:]]
     found = (torch.empty_like(inputs.qkv_BMC), *small)
@@ -187,7 +187,7 @@ def _sizes(qkv_BMC: Tensor, heads: int, eps: tuple[float, float]) -> tuple[int |
 
 
 def self_test(library: ctypes.CDLL) -> bool:
-    """Compared with torch, both ways, with a token that nobody sees."""
+    """Compare outputs and gradients with torch's, with one masked token."""
     B, M, heads, E, eps = 2, 9, 2, 16, (1e-6, 1e-3)
     numbers = torch.arange(B * M * 3 * heads * E).remainder(13).view(B, M, -1).float()
     scales = [torch.linspace(start, 2, E) for start in (-1, 1)]

@@ -1,4 +1,4 @@
-"""Memory of the experts' gradients is used again, and updates may run while the backward pass still does.
+"""Use the memory of the experts' gradients again, and let updates run while the backward pass still does.
 
 The gradients of stacked experts are hundreds of megabytes, allocated anew at every step, and the system clears the
 pages of each before they are written once. A buffer is used again only if it was handed out here before and nobody
@@ -15,13 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from softmoe.accelerate.guards import Off, skipped_where
+from softmoe.accelerate.guards import Off, is_async, skipped_where
 from softmoe.moe import Experts
 
 MAX_IN_FLIGHT = 2
 """Gradients of one shape that are written or used up at the same time."""
-ASKED = ("cpu", "mps")
-"""Devices whose numbers are looked at in a step; others skip a bad one themselves."""
 WAITING = 64 << 20
 """Bytes of small gradients that updates in the backward pass let wait for each other."""
 _Kind = tuple[torch.Size, torch.dtype, torch.device]
@@ -42,7 +40,7 @@ def switch_on(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
 
 
 def acquire(weight: Tensor) -> Tensor:
-    """Memory for the gradient of a weight, used before if there is some."""
+    """Return memory for the gradient of a weight: that of an earlier gradient, or new one."""
     pool = _pool_of(weight)
     return torch.empty_like(weight, memory_format=torch.contiguous_format) if pool is None else pool.acquire(weight)
 
@@ -59,7 +57,7 @@ def _pool_of(weight: Tensor) -> "GradientBuffers | None":
 
 
 def total_norm(gradients: list[Tensor]) -> Tensor:
-    """Return the norm of all together. What was added up when it was written is not read again."""
+    """Return the norm of all gradients together. Those whose sum of squares is known are not read again."""
     known = {pointer: squares for pool in _POOLS for pointer, squares in pool.known_squares()}
     if not known:
         return torch.nn.utils.get_total_norm(gradients)
@@ -69,7 +67,7 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
 
 
 class GradientBuffers:
-    """Takes the place of an optimizer's `zero_grad`: lets the gradients go, and keeps the memory of the experts'.
+    """Replaces an optimizer's `zero_grad`: releases the gradients, and keeps the memory of those of experts.
 
     It lives as long as the optimizer. What it holds is never more than what was handed out and came back.
     """
@@ -102,7 +100,7 @@ class GradientBuffers:
         type(optimizer).zero_grad(optimizer, set_to_none=set_to_none)
 
     def release(self, after: Future[None] | None = None) -> None:
-        """Take the experts' gradients from their parameters, for others now or `after` the update that has them."""
+        """Take the experts' gradients from their parameters. They are free at once, or when `after` is done."""
         self._squares.clear()
         for parameter in self.parameters:
             if parameter.grad is None:
@@ -118,7 +116,7 @@ class GradientBuffers:
                     self._busy[kind].append((box[0], after))
 
     def acquire(self, like: Tensor) -> Tensor:
-        """Rather than have more than MAX_IN_FLIGHT of a kind, it waits for the first that is still used."""
+        """Return memory for a gradient. If MAX_IN_FLIGHT of its kind are in use, wait for the first of them."""
         kind = _kind(like)
         free, busy = self._free[kind], self._busy[kind]
         while busy and (busy[0][1].done() or (not free and len(busy) >= MAX_IN_FLIGHT)):
@@ -129,7 +127,7 @@ class GradientBuffers:
         return free.pop() if free else torch.empty_like(like, memory_format=torch.contiguous_format)
 
     def bytes_held(self) -> int:
-        """Memory that is kept for later gradients."""
+        """Count the bytes that are kept for later gradients."""
         busy = (gradient for waiting in self._busy.values() for gradient, _ in waiting)
         return sum(g.nbytes for g in (*busy, *(g for free in self._free.values() for g in free)))
 
@@ -139,7 +137,7 @@ class GradientBuffers:
         self._squares[weight.data_ptr()] = (gradient.detach(), gradient._version, squares) if first else None
 
     def known_squares(self) -> Iterator[tuple[int, float]]:
-        """Return the addresses of gradients that were left alone since they were written, and their sums."""
+        """Yield address and sum of squares of each gradient that was not changed since it was written."""
         for gradient, version, squares in filter(None, self._squares.values()):
             if gradient._version == version:
                 yield gradient.data_ptr(), squares
@@ -150,9 +148,9 @@ def _kind(tensor: Tensor) -> _Kind:
 
 
 def _only_reference(box: list[Tensor], others: int) -> bool:
-    """True if nobody but the list and `others` refers to its one tensor, and no other tensor has its memory.
+    """True if nobody but the list and `others` refers to its one tensor, and no other tensor shares its memory.
 
-    A torch that cannot count the users of memory is believed to have none: an optimizer let the gradient go.
+    Where torch cannot count the users of memory none is assumed, since the optimizer released the gradient.
     """
     count = getattr(torch._C, "_storage_Use_Count", None)
     shared = count is not None and count(box[0].untyped_storage()._cdata) > 2  # the tensor and the storage asked here
@@ -173,7 +171,8 @@ class InBackward:
         self.optimizer = optimizer
         self._waiting = 0
         self._norms: list[Tensor] = []
-        self._beside = ThreadPoolExecutor(1, "update") if _waits_for_memory(optimizer) else None
+        compiled = getattr(optimizer, "in_one_pass", False)  # by optimizer.py; it needs few threads
+        self._beside = ThreadPoolExecutor(1, "update") if compiled and torch.get_num_threads() > 1 else None
         self._running: list[Future[None]] = []
         self._spoiled: Tensor | None = None
         """On CUDA: whether the loss is not finite."""
@@ -181,9 +180,9 @@ class InBackward:
             for parameter in group["params"]:
                 parameter.register_post_accumulate_grad_hook(self._on_grad_ready)
 
-    def begins(self, loss: Tensor) -> bool:
+    def may_begin(self, loss: Tensor) -> bool:
         """Tell if the backward pass of this loss may begin. A GPU is not asked: it will skip all updates itself."""
-        self._spoiled = None if loss.device.type in ASKED else ~loss.detach().isfinite()
+        self._spoiled = ~loss.detach().isfinite() if is_async(loss.device) else None
         return self._spoiled is not None or bool(loss.isfinite())
 
     def _on_grad_ready(self, parameter: Tensor) -> None:
@@ -219,15 +218,10 @@ class InBackward:
         return self._running[-1]
 
     def finish(self) -> Tensor:
-        """Update what still waits, after the pass. Returns the norm of the whole gradient."""
+        """Update what still waits after the backward pass, and return the norm of the whole gradient."""
         self._update()
         running, self._running = self._running, []
         for update in running:
             update.result()
         norms, self._norms = self._norms, []
         return torch.stack(norms).norm() if norms else torch.zeros(())
-
-
-def _waits_for_memory(optimizer: torch.optim.Optimizer) -> bool:
-    """True if its update is the compiled one (optimizer.py), and there are threads to share."""
-    return getattr(optimizer, "in_one_pass", False) and torch.get_num_threads() > 1

@@ -1,7 +1,7 @@
-"""C++ of our own: built once with the machine's compiler, kept in the cache folder, tried, and loaded.
+"""Build our C++ files with the machine's compiler, keep them in the cache folder, test them and load them.
 
-No compiler, or one that fails, is no error: there is a sentence instead of a library, and whoever asked computes the
-same with torch, more slowly. `SOFTMOE_ACCELERATE=off` asks for that.
+No compiler, or one that fails, is no error: there is a sentence instead of a library, and the caller computes the same
+with torch, more slowly. `SOFTMOE_ACCELERATE=off` asks for that.
 
 A library is code that runs as the user, so the cache is trusted only as far as it can be checked: folder and file
 belong to this user, nobody else may write them, and the file ends in a sum of its bytes. One that is cut or damaged is
@@ -38,11 +38,11 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class CannotBuild(Exception):
-    """There is no library here; the text says why in one sentence."""
+    """Raised where a library cannot be built or trusted; the text says why in one sentence."""
 
 
 class Kernel:
-    """One file of cpp/, built, tried and loaded when it is first asked for.
+    """One file of cpp/, which is built, tested and loaded when it is first used.
 
     `self_test` gets the library and says whether its results are right; a wrong one is never used.
     """
@@ -65,13 +65,13 @@ class Kernel:
 
     @property
     def library(self) -> ctypes.CDLL:
-        """The library, for whoever knows that there is one."""
+        """The loaded library; only to be asked for where it is `available`."""
         assert self.available, self.why_not()
         assert isinstance(self._found, ctypes.CDLL)
         return self._found
 
     def forget(self) -> None:
-        """Ask for compiler and cache again at the next use."""
+        """Look for compiler and cache again at the next use."""
         self._found = None
 
     def _load(self) -> ctypes.CDLL | str:
@@ -87,8 +87,11 @@ def turned_off() -> bool:
 
 
 def call(function: Callable[..., Any], *arguments: Tensor | np.ndarray | int | float | None, threads: int = 0) -> Any:
-    """Call a compiled function: tensors by their addresses, whole numbers as int64, others as float32, and at last the
-    number of threads (0: as many as torch uses). The caller keeps the tensors alive and has checked their shapes."""
+    """Call a compiled function with these arguments and, last, the number of threads (0: as many as torch uses).
+
+    Tensors are passed by their addresses, whole numbers as int64, others as float32. The caller keeps the tensors alive
+    and has checked their shapes.
+    """
     return function(*map(_as_c, arguments), ctypes.c_int(threads or torch.get_num_threads()))
 
 
@@ -101,12 +104,12 @@ def _as_c(argument: Tensor | np.ndarray | int | float | None) -> Any:
 
 
 def build(source: Path, native: tuple[str, ...] = _NATIVE) -> Path:
-    """Return the shared library, compiled if it is not in the cache. Its name holds all that decides what is inside."""
+    """Return the shared library, compiled if it is not in the cache. Its name is a hash of all that it depends on."""
     compiler = next((c for c in (os.environ.get("CXX"), "g++", "clang++", "c++") if c and shutil.which(c)), None)
     if compiler is None:
         raise CannotBuild("no C++ compiler was found (g++ or clang++)")
-    said = "\0".join([*_texts(source), compiler, *_FLAGS, *native, platform.machine(), processor()])
-    key = hashlib.blake2b(said.encode(), digest_size=12).hexdigest()
+    depends_on = "\0".join([*_texts(source), compiler, *_FLAGS, *native, platform.machine(), processor()])
+    key = hashlib.blake2b(depends_on.encode(), digest_size=12).hexdigest()
     try:
         target = cache_folder() / "kernels" / f"{source.stem}-{key}.so"
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -141,7 +144,7 @@ def _compile(command: list[str], target: Path) -> None:
 
 
 def check_owner(path: Path) -> None:
-    """CannotBuild if somebody else could have put something there."""
+    """Raise CannotBuild if another user could have written to this path."""
     facts = path.lstat()
     if stat.S_ISLNK(facts.st_mode):
         raise CannotBuild(f"{path} is a link, and code is not loaded through one")
@@ -152,7 +155,7 @@ def check_owner(path: Path) -> None:
 
 
 def is_whole(library: Path) -> bool:
-    """True if the file is there and ends in the sum of its bytes. CannotBuild if it is not ours alone."""
+    """True if the file is there and ends in the checksum of its bytes. CannotBuild if others may write it."""
     try:
         check_owner(library)
         if not library.is_file():  # a pipe would be waited for
@@ -169,7 +172,7 @@ def _sum(content: bytes) -> bytes:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One process builds at a time, so that many that start together build each library once."""
+    """Let one process build at a time, so that many that start together build each library once."""
     try:
         import fcntl
     except ImportError:  # no such locks on this system: several may build, each file is whole
@@ -185,7 +188,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _texts(source: Path) -> list[str]:
-    """The text of a file, and of those beside it that it includes."""
+    """Return the text of a file, and of those beside it that it includes."""
     text = source.read_text("utf-8")
     return [text, *(t for name in _INCLUDE.findall(text) for t in _texts(source.parent / name))]
 

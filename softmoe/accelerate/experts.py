@@ -5,7 +5,8 @@ x w^T and the weights' gradient in turns with torch's: 8 rows 61, 69, 91 to 28, 
 65; 128 rows 98, 100, 95 to 83, 89, 90. Built for AVX2: 90, 95, 84 to 60, 68, 65 at 32 rows, 97, 95, 94 to 75, 87, 88
 at 128.
 
-Letters: N experts, S rows per expert, I and O numbers in and out. A weight is (N, I, O), or (N, O, I) if transposed.
+Letters: N experts, S rows per expert, I and O numbers in and out. A weight is (N, I, O), or (N, O, I) if transposed;
+where that does not matter its axes are J and K.
 
 Gradients of weights are written where they are wanted, into memory that was used before (see buffers.py).
 """
@@ -23,11 +24,11 @@ from softmoe.accelerate.guards import (
     LANES,
     Off,
     backward_is_plain,
-    exchange,
     has_no_hooks,
     no_tangents,
     no_tracing_or_transforms,
     plain_float32,
+    swap_class,
 )
 from softmoe.moe import Experts
 
@@ -52,7 +53,7 @@ LARGE = 1 << 25
 def switch_on(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
     if why := KERNEL.why_not():
         raise Off(why)
-    if not (count := exchange(model, Experts, CompiledExperts)):
+    if not (count := swap_class(model, Experts, CompiledExperts)):
         raise Off("no experts in this model")
     return f"{count} layers"
 
@@ -70,7 +71,7 @@ class CompiledExperts(Experts):
         return F.dropout(y_NSD, self.dropout, self.training)
 
     def _activate(self, hidden_NSH: Tensor) -> Tensor:
-        """GELU, without gradients in the memory of the product: 3.2 ms for 6.4 with fresh pages at 4,096 rows."""
+        """Apply GELU; without gradients in place, which takes 3.2 instead of 6.4 ms at 4,096 rows: no fresh pages."""
         in_place = getattr(self.gelu, "in_place", None)
         if in_place is None or torch.is_grad_enabled() or not has_no_hooks(self.gelu, nn.GELU):
             return self.gelu(hidden_NSH)
@@ -92,7 +93,7 @@ class CompiledExperts(Experts):
 
 @torch.library.custom_op("softmoe::batched_linear", mutates_args=(), device_types="cpu")
 def batched_linear(x_NSI: Tensor, w: Tensor, b_NO: Tensor, transposed: bool) -> Tensor:
-    """x w + b, (N, S, O)."""
+    """Return x w + b, (N, S, O)."""
     if kernel_supports(x_NSI, w, b_NO):
         return matmul_t(x_NSI, w, b_NO) if transposed else matmul(x_NSI, w, b_NO)
     return torch.baddbmm(b_NO.unsqueeze(1), x_NSI, w.transpose(1, 2) if transposed else w)
@@ -111,7 +112,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, dy_NSO: Tensor) -> tuple[Tensor | None, ...]:
     x_NSI, w = ctx.saved_tensors
     needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
-    plain = backward_is_plain(dy_NSO)  # a gradient that may itself be derived is not written into used memory
+    plain = backward_is_plain(dy_NSO)  # a gradient that may itself be differentiated is not written into used memory
     compiled = not plain and kernel_supports(x_NSI, w, dy_NSO)
     dy_NSO = dy_NSO.contiguous() if compiled else dy_NSO
     left, right = (dy_NSO, x_NSI) if ctx.transposed else (x_NSI, dy_NSO)
@@ -133,31 +134,31 @@ def _backward(ctx: Any, dy_NSO: Tensor) -> tuple[Tensor | None, ...]:
 batched_linear.register_autograd(_backward, setup_context=_save)
 
 
-def kernel_supports(x_NSK: Tensor, w: Tensor, *others: Tensor) -> bool:
+def kernel_supports(x_NSI: Tensor, w: Tensor, *others: Tensor) -> bool:
     """True for plain float32 tensors on a CPU, at most MAX_ROWS rows, large weights."""
     return (
-        x_NSK.shape[1] <= MAX_ROWS
+        x_NSI.shape[1] <= MAX_ROWS
         and w.nbytes >= LARGE
         and w.shape[2] % LANES == 0
-        and plain_float32(x_NSK, w, *others)
+        and plain_float32(x_NSI, w, *others)
         and w.is_contiguous()
         and KERNEL.available
     )
 
 
-def matmul(x_NSP: Tensor, w_NPQ: Tensor, bias_NQ: Tensor | None = None) -> Tensor:
-    """x w + bias, (N, S, Q)."""
-    return _product(KERNEL.library.matmul, x_NSP, w_NPQ, bias_NQ, w_NPQ.shape[2])
+def matmul(x_NSJ: Tensor, w_NJK: Tensor, bias_NK: Tensor | None = None) -> Tensor:
+    """Return x w + bias, (N, S, K)."""
+    return _product(KERNEL.library.matmul, x_NSJ, w_NJK, bias_NK, w_NJK.shape[2])
 
 
-def matmul_t(x_NSQ: Tensor, w_NPQ: Tensor, bias_NP: Tensor | None = None) -> Tensor:
-    """x w^T + bias, (N, S, P)."""
-    return _product(KERNEL.library.matmul_t, x_NSQ, w_NPQ, bias_NP, w_NPQ.shape[1])
+def matmul_t(x_NSK: Tensor, w_NJK: Tensor, bias_NJ: Tensor | None = None) -> Tensor:
+    """Return x w^T + bias, (N, S, J)."""
+    return _product(KERNEL.library.matmul_t, x_NSK, w_NJK, bias_NJ, w_NJK.shape[1])
 
 
-def outer(a_NSP: Tensor, b_NSQ: Tensor, out_NPQ: Tensor) -> float:
-    """a^T b, written to `out`, which begins at a multiple of 64 bytes. Returns the sum of its squares."""
-    return _outer(KERNEL.library, a_NSP, b_NSQ, out_NPQ)
+def outer(a_NSJ: Tensor, b_NSK: Tensor, out_NJK: Tensor) -> float:
+    """Write a^T b to `out`, which begins at a multiple of 64 bytes, and return the sum of its squares."""
+    return _outer(KERNEL.library, a_NSJ, b_NSK, out_NJK)
 
 
 def _product(function: Callable[..., Any], x: Tensor, w: Tensor, bias: Tensor | None, width: int) -> Tensor:
@@ -175,15 +176,18 @@ def _outer(library: ctypes.CDLL, a: Tensor, b: Tensor, out: Tensor) -> float:
 
 
 def self_test(library: ctypes.CDLL) -> bool:
-    """Whole numbers, exact in every order of summation: few rows, then more, in several blocks and rests of them."""
-    return all(_self_test(library, S, P, Q) for S, P, Q in ((5, 6, 32), (13, 200, 304)))
+    """Compare with torch on whole numbers, which are exact in every order of summation.
+
+    The second shape takes several blocks of rows and columns, and incomplete ones.
+    """
+    return all(_self_test(library, S, J, K) for S, J, K in ((5, 6, 32), (13, 200, 304)))
 
 
-def _self_test(library: ctypes.CDLL, S: int, P: int, Q: int) -> bool:
-    x = torch.arange(2 * S * P).remainder(7).view(2, S, P).float() - 3
-    w = torch.arange(2 * P * Q).remainder(11).view(2, P, Q).float() - 5
-    y = _product(library.matmul, x, w, w[:, 0], Q)
-    back = _product(library.matmul_t, y, w, None, P)
+def _self_test(library: ctypes.CDLL, S: int, J: int, K: int) -> bool:
+    x = torch.arange(2 * S * J).remainder(7).view(2, S, J).float() - 3
+    w = torch.arange(2 * J * K).remainder(11).view(2, J, K).float() - 5
+    y = _product(library.matmul, x, w, w[:, 0], K)
+    back = _product(library.matmul_t, y, w, None, J)
     gradient = torch.empty_like(w)
     squares = _outer(library, x, y.remainder(7), gradient)
     exact = x @ w + w[:, :1]

@@ -1,6 +1,6 @@
-"""Two ways of computing the same are timed once for each shape on the device at hand, and the faster one is used.
+"""Time a kernel against torch, once for each shape on the device at hand, and use the faster of the two.
 
-A kernel that cannot run there, or whose numbers are wrong there, is not used. What was found is in `CHOICES`.
+A kernel that cannot run there, or whose numbers are wrong there, is not used. The outcomes are in `CHOICES`.
 """
 
 import statistics
@@ -56,9 +56,9 @@ def may_use(*tensors: Tensor) -> bool:
 
 
 def kernel_is_faster(name: str, plain: Implementation, kernel: Implementation, *inputs: Tensor) -> bool:
-    """True if the kernel is the faster way for such inputs: the first call for a shape times both.
+    """True if the kernel is faster for such inputs: the first call for a shape times both.
 
-    Where algorithms must be deterministic it never is: which way is faster may change from run to run, and bits too.
+    Where algorithms must be deterministic it is never used: which is faster may change from run to run.
     """
     if torch.are_deterministic_algorithms_enabled():
         return False
@@ -103,13 +103,13 @@ def compare(
 
 
 def outputs_and_gradients(way: Implementation, inputs: tuple[Tensor, ...], grad: bool) -> list[Tensor]:
-    """Return the output on copies of the inputs, and the gradients of those that have some, for ones behind the output.
+    """Return the output on copies of the inputs and, for an output gradient of ones, the gradients of the inputs.
 
-    What is kept for them is nobody else's: a block that is computed twice counts what was kept the first time, and a
-    trial that it saw then and does not see again would mix up its tensors.
+    Tensors that are saved for them are hidden from other hooks: activation checkpointing counts those saved in the
+    first pass, and a trial that is not repeated in the second would mix them up.
     """
-    unseen = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-    with torch.set_grad_enabled(grad), unseen:
+    hidden = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    with torch.set_grad_enabled(grad), hidden:
         copies = [t.detach().requires_grad_(grad and t.requires_grad) for t in inputs]
         output = way(*copies)
         wanted = [t for t in copies if t.requires_grad]
@@ -132,15 +132,15 @@ def _seconds(way: Implementation, inputs: tuple[Tensor, ...], grad: bool) -> flo
 
 
 def distance(one: Tensor, other: Tensor) -> float:
-    """Return the norm of the difference as a share of the other's."""
+    """Return the norm of the difference as a share of the norm of `other`."""
     return float((one - other).norm() / other.norm().clamp(min=1e-30))
 
 
 def kernel_errors(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
     """Yield how far each kernel on the device is from float64 on the CPU, as a share of the norm.
 
-    Soft routing and experts with gradients and with products in `dtype`; of AdamW what a first step makes of weights
-    and moments, which are bfloat16.
+    Soft routing and experts are compared with gradients and with products in `dtype`, AdamW by the weights and
+    (bfloat16) moments after a first step.
     """
     from softmoe.accelerate import triton_adamw, triton_experts, triton_soft
 

@@ -1,6 +1,6 @@
-"""The conditions under which a compiled pass may stand for torch's, and the exchange of a module's class.
+"""The conditions under which compiled code may replace torch's, and the swap of a module's class.
 
-A compiled pass sees plain float32 numbers on a CPU and nothing else. Whoever traces, transforms, counts or hooks what a
+Compiled code sees plain float32 numbers on a CPU and nothing else. Whoever traces, transforms, counts or hooks what a
 layer computes gets torch's own operators instead.
 """
 
@@ -14,10 +14,12 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
 LARGE = 1 << 22
-"""Bytes; where less is passed over, calling takes the time."""
+"""Bytes; for smaller tensors the call itself takes most of the time."""
 LANES = 16
 """Numbers in the widest vector that the compiled loops use."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+ASYNC_DEVICES = ("cuda",)
+"""Devices that the host does not wait for in a step: they skip bad steps themselves, and are read a step late."""
 T = TypeVar("T", bound=nn.Module)
 
 
@@ -25,11 +27,11 @@ class Off(Exception):
     """Raised by a technique that does nothing here; the text says why."""
 
 
-def exchange(model: nn.Module, plain: type[nn.Module], fast: type[nn.Module], *, again: bool = False) -> int:
+def swap_class(model: nn.Module, plain: type[nn.Module], fast: type[nn.Module], *, again: bool = False) -> int:
     """Give every module of exactly the class `plain` the class `fast`, a subclass of it; returns how many there are.
 
-    The object stays: parameters, names, hooks and whoever refers to it. Copies have the new class too. With `again`
-    also modules to which another technique gave a class.
+    The object stays, with its parameters, names and hooks, and so does whoever refers to it. Copies have the new class
+    too. With `again` modules whose class another technique swapped are taken as well.
     """
     assert issubclass(fast, plain)
     found = [module for module in model.modules() if type(module) is plain or (again and is_exactly(module, plain))]
@@ -44,12 +46,12 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 
 
 def is_exactly(module: nn.Module, kind: type[T]) -> TypeGuard[T]:
-    """True for this class and the fast one that a technique put in its place, not for other subclasses."""
+    """True for this class and a fast one that a technique swapped for it, not for other subclasses."""
     return plain_class(module) is kind
 
 
 def kernel_applies(x: Tensor, *others: Tensor, times: int = 1) -> bool:
-    """True for more than LARGE bytes (`times` those of x), plain and contiguous, that nobody traces or transforms."""
+    """True for plain contiguous tensors that nobody traces or transforms, if `times` the bytes of x exceed LARGE."""
     return (
         no_tracing_or_transforms()
         and not torch.is_autocast_enabled("cpu")
@@ -61,7 +63,7 @@ def kernel_applies(x: Tensor, *others: Tensor, times: int = 1) -> bool:
 
 
 def plain_float32(*tensors: Tensor) -> bool:
-    """True if all are float32 on a CPU, and of no class with operators of its own."""
+    """True if all tensors are float32 on a CPU, and of no subclass with operators of its own."""
     kinds = (Tensor, nn.Parameter)
     return all(type(t) in kinds and t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors)
 
@@ -94,10 +96,17 @@ def has_no_hooks(layer: nn.Module, kind: type[T]) -> TypeGuard[T]:
     return is_exactly(layer, kind) and "forward" not in vars(layer) and not any(own) and not any(everyones)
 
 
+def is_async(device: torch.device) -> bool:
+    """Tell if the host goes on while this device works, and reads its numbers later."""
+    return device.type in ASYNC_DEVICES
+
+
 @contextmanager
 def skipped_where(optimizer: torch.optim.Optimizer, flag: Tensor) -> Iterator[None]:
-    """Make `optimizer.step` leave everything as it is if `flag` is true. Nobody has to read the flag: torch's fused
-    updates and CompactAdamW look at it on the device."""
+    """Make `optimizer.step` leave everything as it is if `flag` is true.
+
+    The host need not read the flag: torch's fused updates and CompactAdamW look at it on the device.
+    """
     keeper: Any = optimizer
     keeper.found_inf = flag.float()
     try:

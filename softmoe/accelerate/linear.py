@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from softmoe.accelerate.build import turned_off
-from softmoe.accelerate.guards import Off, backward_is_plain, exchange, kernel_applies
+from softmoe.accelerate.guards import Off, backward_is_plain, kernel_applies, swap_class
 from softmoe.machine import is_amd_avx512
 
 
 def switch_on(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
     if not use_onednn():
         raise Off("not an AMD processor with AVX-512, or this torch has no such product")
-    if not (count := exchange(model, nn.Linear, OneDNNLinear)):
+    if not (count := swap_class(model, nn.Linear, OneDNNLinear)):
         raise Off("no linear layer in this model")
     return f"{count} layers"
 
@@ -34,7 +34,7 @@ class OneDNNLinear(nn.Linear):
         return super().forward(input)
 
     def without_bias(self, input: Tensor) -> Tensor:
-        """Return the product alone, of tensors to which a kernel applies."""
+        """Return the product without the bias. The caller has checked that a kernel applies to the input."""
         return linear(input, self.weight, None) if use_onednn() else F.linear(input, self.weight)
 
 
@@ -72,17 +72,17 @@ def _onednn(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def use_onednn() -> bool:
-    """True if oneDNN's product is here, is what it was when it was measured, and is the faster one."""
-    return not turned_off() and _present()
+    """True if oneDNN's product is there, is right, and is the faster one on this processor."""
+    return not turned_off() and _works()
 
 
 @cache
-def _present() -> bool:
+def _works() -> bool:
     return is_amd_avx512() and torch.backends.mkldnn.is_available() and self_test()
 
 
 def self_test() -> bool:
-    """Whole numbers, exact in every order of summation. The operator is one of torch's inner ones: it may change."""
+    """Compare with torch on whole numbers, exact in every order: the operator is a private one, and may change."""
     x, w, bias = (torch.arange(n).remainder(7).float() for n in (2 * 5 * 12, 8 * 12, 8))
     x, w = x.view(2, 5, 12), w.view(8, 12)
     try:

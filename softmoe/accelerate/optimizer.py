@@ -1,10 +1,10 @@
 """AdamW that keeps its two moments in bfloat16: half of their memory, and so three quarters of a training's.
 
 The update is computed in float32: by torch's fused one on pieces that stay in the cache, or, once it is switched on, on
-a CPU by optimizer.cpp in one pass over memory. Of the moments only what is kept between steps is rounded: the first
-to the nearest number, the second at random, up or down so that its mean is right.
-With a beta2 of 0.999 a step changes the second moment by less than half a unit of bfloat16's last place: rounded to the
-nearest it would stay where it is for ever, and the step size with it.
+a CPU by optimizer.cpp in one pass over memory. The moments are rounded only when they are stored between steps: the
+first to the nearest number, the second stochastically, up or down so that its mean is right. With a beta2 of 0.999 a
+step changes the second moment by less than half a unit of bfloat16's last place: rounded to the nearest it would never
+change, and neither would the step size.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from softmoe.accelerate.build import Kernel, call
 from softmoe.accelerate.guards import Off
 
 PIECE = 1 << 20  # numbers updated at a time on a CPU, where they stay in the cache
-TOGETHER = 1 << 24  # and on a GPU, where calls cost more than memory
-SHIFTS = 1 << 12
-_CUT = -(1 << 16)  # the bits of a float32 that bfloat16 has
+GPU_PIECE = 1 << 24  # and on a GPU, where calls cost more than memory
+SHIFTS = 1 << 12  # places in the table of random numbers at which a piece may begin
+_CUT = -(1 << 16)  # a mask of the bits of a float32 that bfloat16 has
 
 
 def switch_on(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
@@ -38,7 +38,7 @@ def switch_on(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
 
 
 class Flat(NamedTuple):
-    """A parameter, its gradient and its moments as rows of numbers."""
+    """A parameter, its gradient and its two moments, each flattened to one axis."""
 
     weight: Tensor
     gradient: Tensor
@@ -68,7 +68,7 @@ class CompactAdamW(torch.optim.Optimizer):
         """Whether the compiled update is used."""
         self.by_kernel: Callable[[list[tuple[Flat, Tensor]], list[int], dict[str, Any], Any], bool] | None = None
         """An update of many parameters on a GPU that may decline (see triton_adamw.py)."""
-        self._room: dict[torch.device, Room] = {}
+        self._workspaces: dict[torch.device, Workspace] = {}
 
     def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         gradients = {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
@@ -76,7 +76,7 @@ class CompactAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def update(self, gradients: Mapping[Tensor, Tensor], threads: int) -> None:
-        """A step of those parameters alone; it asks for no `grad`, so others may get theirs meanwhile."""
+        """Update these parameters alone. No `grad` is read, so that others may get theirs meanwhile."""
         index = 0
         for group in self.param_groups:
             rows: list[tuple[Flat, Tensor]] = []
@@ -97,7 +97,7 @@ class CompactAdamW(torch.optim.Optimizer):
                 update_together(rows, group, skip)
 
     def _rows(self, parameter: Tensor, gradient: Tensor) -> tuple[Flat, Tensor]:
-        """Return the rows of numbers that this process keeps of a parameter, and its count of updates."""
+        """Return what this process keeps of a parameter and its state, flat, and the count of its updates."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), device=parameter.device)
@@ -108,18 +108,18 @@ class CompactAdamW(torch.optim.Optimizer):
 
     def _update(self, flat: Flat, step: Tensor, index: int, group: dict[str, Any], threads: int) -> None:
         device = flat.weight.device
-        room = self._room.get(device) or self._room.setdefault(device, Room(device))
+        space = self._workspaces.get(device) or self._workspaces.setdefault(device, Workspace(device))
         if self.in_one_pass and flat.weight.dtype == flat.gradient.dtype == torch.float32:
-            in_one_pass(KERNEL.library, flat, room.numbers, (int(step), index), group, threads)
+            in_one_pass(KERNEL.library, flat, space.numbers, (int(step), index), group, threads)
         else:
-            in_pieces(flat, room, step, index, group)
+            in_pieces(flat, space, step, index, group)
 
 
 def update_together(rows: list[tuple[Flat, Tensor]], group: dict[str, Any], skip: Tensor | None) -> None:
-    """Update many parameters on a GPU by few calls, none of which waits: TOGETHER numbers at a time in float32.
+    """Update many parameters on a GPU by few calls, none of which waits: GPU_PIECE numbers at a time in float32.
 
     The random numbers of the rounding are the device's own, which a run seeds at every step. Where `skip` is 1 nothing
-    changes: a moment that was read from bfloat16 has zeros for the noise to be cut off with.
+    changes, also by rounding: the bits that are cut off are zero in a moment that was read from bfloat16.
     """
     steps = [step for _, step in rows]
     torch._foreach_add_(steps, 1)  # pyright: ignore[reportPrivateImportUsage]
@@ -141,41 +141,41 @@ def update_together(rows: list[tuple[Flat, Tensor]], group: dict[str, Any], skip
 
 
 def _portions(rows: list[tuple[Flat, Tensor]]) -> Iterator[list[tuple[Flat, Tensor]]]:
-    """Cut and gather rows so that TOGETHER numbers are in each portion."""
+    """Cut and gather rows so that GPU_PIECE numbers are in each portion."""
     portion: list[tuple[Flat, Tensor]] = []
-    room = TOGETHER
+    left = GPU_PIECE
     for flat, step in rows:
         start, count = 0, flat.weight.numel()
         while start < count:
-            stop = min(count, start + room)
+            stop = min(count, start + left)
             portion.append((Flat(*(tensor[start:stop] for tensor in flat)), step))
-            start, room = stop, room - (stop - start)
-            if not room:
+            start, left = stop, left - (stop - start)
+            if not left:
                 yield portion
-                portion, room = [], TOGETHER
+                portion, left = [], GPU_PIECE
     if portion:
         yield portion
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this process keeps, where it is spread over several."""
+    """Return the part of a tensor that this process keeps; all of it if it is not sharded."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def in_pieces(flat: Flat, room: Room, step: Tensor, index: int, group: dict[str, Any]) -> None:
+def in_pieces(flat: Flat, space: Workspace, step: Tensor, index: int, group: dict[str, Any]) -> None:
     for place, start in enumerate(range(0, flat.weight.numel(), PIECE)):
         weight, gradient, first, second = (tensor[start : start + PIECE] for tensor in flat)
-        m, v = room.first[: weight.numel()], room.second[: weight.numel()]
+        m, v = space.first[: weight.numel()], space.second[: weight.numel()]
         m.copy_(first)
         v.copy_(second)
         fused_update([weight], [gradient], [m], [v], [step], group)
         first.copy_(m)
-        round_at_random(v, room.noise(v.numel(), (int(step), index, place)))
+        round_at_random(v, space.noise(v.numel(), (int(step), index, place)))
         second.copy_(v)
 
 
 def self_test(library: ctypes.CDLL) -> bool:
-    """A weight of 1 and a first gradient of 2: both moments are exact, and the step is one rate."""
+    """Take a first step from a weight of 1 with a gradient of 2: both moments are exact, the step is the rate."""
     flat = Flat(torch.ones(40), torch.full((40,), 2.0), *torch.zeros(2, 40, dtype=torch.bfloat16))
     group = {"lr": 0.25, "betas": (0.5, 0.75), "eps": 0.0, "weight_decay": 0.0}
     in_one_pass(library, flat, torch.zeros(40 + SHIFTS, dtype=torch.int32), (1, 1), group, 1)
@@ -185,7 +185,7 @@ def self_test(library: ctypes.CDLL) -> bool:
 def in_one_pass(
     library: ctypes.CDLL, flat: Flat, noise: Tensor, seed: tuple[int, int], group: dict[str, Any], threads: int
 ) -> None:
-    """Update a group in one pass; `seed` is the number of the step and that of the parameter."""
+    """Update one parameter in one pass; `seed` is the number of the step and that of the parameter."""
     beta1, beta2 = group["betas"]
     step, rate = seed[0], group["lr"]
     assert all(tensor.is_contiguous() for tensor in (*flat, noise))
@@ -229,8 +229,8 @@ def fused_update(
     )
 
 
-class Room:
-    """Holds the memory in which a piece is worked on, and random numbers to take from."""
+class Workspace:
+    """Holds float32 memory for the moments of one piece, and a table of random numbers for the rounding."""
 
     def __init__(self, device: torch.device):
         self.first, self.second = torch.empty(PIECE, device=device), torch.empty(PIECE, device=device)
@@ -244,7 +244,7 @@ class Room:
 
 
 def round_at_random(values: Tensor, noise: Tensor) -> None:
-    """Round float32 values in place to numbers that bfloat16 has: up with the probability of the part that is cut off.
+    """Round float32 values in place to numbers that bfloat16 has, up with the probability of the part that is cut off.
 
     `noise` is int32, uniform over the 16 bits that are cut.
     """

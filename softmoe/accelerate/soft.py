@@ -2,9 +2,9 @@
 
 Letters: B images, M tokens, D width, N experts, P slots per expert, S = N*P slots.
 
-The plain router keeps both weights (B, M, S), again in the type of the products, and the tokens a second time,
-normalized. Here the logits and the tokens as they came are kept. It costs two softmaxes more, so it is asked for:
-`keep_logits_only(model)`, or `--keep-logits-only` of a run.
+For the backward pass the plain router keeps both weights (B, M, S), copies of them in the type of the products, and the
+normalized tokens. Here only the logits and the tokens as they came are kept. That costs two more softmaxes, so it is an
+option: `keep_logits_only(model)`, or `--keep-logits-only` of a run.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from softmoe.accelerate.guards import exchange
+from softmoe.accelerate.guards import swap_class
 from softmoe.moe import DenseRouting, PlacedRouter, SoftRouter
 from softmoe.moe.routing import no_autocast, routing_dtype
 from softmoe.moe.soft import EPS, l2_normalize, softmax_over_slots, softmax_over_tokens
@@ -20,11 +20,11 @@ from softmoe.moe.soft import EPS, l2_normalize, softmax_over_slots, softmax_over
 
 def keep_logits_only(model: nn.Module) -> int:
     """Make every Soft router of a model keep its logits alone; returns how many there are."""
-    return sum(exchange(model, kind.plain_class, kind, again=True) for kind in (FrugalSoftRouter, FrugalPlacedRouter))
+    return sum(swap_class(model, kind.plain_class, kind, again=True) for kind in (FrugalSoftRouter, FrugalPlacedRouter))
 
 
 class LogitsRouting(DenseRouting):
-    """A DenseRouting that has the logits (B, M, N, P); its weights are computed when somebody asks for them."""
+    """A DenseRouting that holds the logits (B, M, N, P); its weights are computed when they are read."""
 
     def __init__(self, logits_BMNP: Tensor, mask: Tensor | None):
         object.__setattr__(self, "logits", logits_BMNP)
@@ -57,7 +57,7 @@ def in_autocast_dtype(x: Tensor) -> Tensor:
 
 
 class LogitsOnlyMixin:
-    """Overrides of a Soft router that keep only its logits for the backward pass, to stand before its class."""
+    """Overrides of a Soft router that keep only its logits for the backward pass; a base class before the router's."""
 
     def similarity(self: Any, x_BMD: Tensor) -> Tensor:
         dtype = routing_dtype(x_BMD.dtype)
@@ -80,7 +80,7 @@ class FrugalPlacedRouter(LogitsOnlyMixin, PlacedRouter):
 
 
 class _Similarity(torch.autograd.Function):
-    """x @ slots over the length of x."""
+    """Computes x @ slots, over the length of x if `normalize`."""
 
     @staticmethod
     def forward(ctx: Any, x_BMD: Tensor, slots_DS: Tensor, normalize: bool) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -113,7 +113,7 @@ def similarity_gradient(d_BMS: Tensor, x_BMD: Tensor, slots_DS: Tensor, normaliz
 
 
 class _Dispatch(torch.autograd.Function):
-    """(B, M, N, P) logits and (B, M, D) tokens -> (B, S, D) slots."""
+    """Mixes tokens into slots: (B, M, N, P) logits and (B, M, D) tokens -> (B, S, D) slots."""
 
     @staticmethod
     def forward(ctx: Any, logits_BMNP: Tensor, x_BMD: Tensor, mask: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -134,7 +134,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """(B, M, N, P) logits and (N, B*P, D) slots -> (B, M, D) tokens."""
+    """Mixes slots into tokens: (B, M, N, P) logits and (N, B*P, D) slots -> (B, M, D) tokens."""
 
     @staticmethod
     def forward(ctx: Any, logits_BMNP: Tensor, slots_NSD: Tensor, mask: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

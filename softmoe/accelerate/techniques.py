@@ -1,8 +1,8 @@
-"""Put every technique on a model that serves it, and say what is on, what is off and why.
+"""Switch every technique on for a model, and say what is on, what is off and why.
 
 A technique is a file of this folder with `switch_on(model, optimizer) -> str`: it changes the model from outside and
-says what it changed, or raises `Off` with the reason why it does nothing. Files are found, not listed: one that is
-taken away leaves the others working.
+says what it changed, or raises `Off` with the reason why it does nothing. Files are found, not listed: if one is
+deleted the others still work.
 """
 
 import pkgutil
@@ -29,7 +29,7 @@ class Technique:
 
 @dataclass(frozen=True)
 class Report:
-    """A report lists each technique that `apply` put on, or why it is off.
+    """A list of all techniques: which of them `apply` switched on, and why the others are off.
 
     Numbers differ in the last places with what is on, so this is a fact of a run.
     """
@@ -40,7 +40,7 @@ class Report:
         return [t.name for t in self.techniques if t.on]
 
     def to_dict(self) -> dict[str, str]:
-        """Name -> "on" or why it is off, as it is kept in a run's config.json."""
+        """Return "on", or why it is off, by the technique's name, as a run's config.json keeps it."""
         return {t.name: "on" if t.on else f"off: {t.why}" for t in self.techniques}
 
     def timed(self) -> list[str]:
@@ -48,7 +48,7 @@ class Report:
         return fastest.timings()
 
     def summary(self) -> str:
-        """Say in one line, for who starts a run, what is on and where to read more."""
+        """Say in one line, at the start of a run, what is on and where to read more."""
         if not self.on():
             return "plain torch: nothing that makes it faster is on (softmoe doctor RUN says why)"
         return (
@@ -81,7 +81,7 @@ def remove(model: nn.Module) -> None:
 
 
 def technique_names() -> list[str]:
-    """Return the files here that are techniques."""
+    """Return the names of the files here that are techniques."""
     names = sorted(info.name for info in pkgutil.iter_modules(softmoe.accelerate.__path__))
     return [name for name in names if hasattr(import_module(f"softmoe.accelerate.{name}"), "switch_on")]
 

@@ -1,4 +1,4 @@
-"""Use names that torch does not promise, for other rooms: each guard does without, or says what is missing.
+"""Use private names of torch for the rest of the package; if one is gone, do without it or say so.
 
 The private names of a technique stand in its own file; `tests/accelerate/test_torch_private.py` lists all of them.
 """

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # without that technique there is no such optimizer, and noth
     from softmoe.accelerate.optimizer import Flat
 
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
-"""The settings of the first step, by which the ways to take it are compared."""
+"""The settings of the first step in which kernel and torch are compared."""
 Rows = list[tuple["Flat", Tensor]]
 
 
@@ -30,18 +30,18 @@ def switch_on(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
 
 
 def by_kernel(rows: Rows, indices: list[int], group: dict[str, Any], skip: Tensor | None) -> bool:
-    """Update all rows if the kernel is the faster way for the largest of them; False if nothing was done.
+    """Update all rows if the kernel is faster for the largest of them; False if nothing was done.
 
-    Where `skip` is 1 nothing changes. `indices` are the parameters' numbers, which the rounding depends on. Both ways
-    are tried on no more than TOGETHER numbers: copies of all experts of a layer may be gigabytes.
+    Where `skip` is 1 nothing changes. `indices` are the parameters' numbers, which the rounding depends on. Kernel and
+    torch are compared on no more than GPU_PIECE numbers: copies of all experts of a layer may be gigabytes.
     """
-    from softmoe.accelerate.optimizer import TOGETHER, update_together
+    from softmoe.accelerate.optimizer import GPU_PIECE, update_together
 
     if not all(fastest.may_use(*flat) and flat.gradient.is_contiguous() for flat, _ in rows):
         return False
     largest = max((flat for flat, _ in rows), key=lambda flat: flat.weight.numel())
     plain, kernel = (partial(first_step, way) for way in (partial(_ignore_indices, update_together), update_each))
-    if not fastest.kernel_is_faster("AdamW", plain, kernel, *(part[:TOGETHER] for part in largest)):
+    if not fastest.kernel_is_faster("AdamW", plain, kernel, *(part[:GPU_PIECE] for part in largest)):
         return False
     update_each(rows, indices, group, skip)
     return True
@@ -62,9 +62,9 @@ def update_each(rows: Rows, indices: list[int], group: dict[str, Any], skip: Ten
 
 @cache
 def noise_on(device: torch.device) -> Tensor:
-    from softmoe.accelerate.optimizer import Room
+    from softmoe.accelerate.optimizer import Workspace
 
-    return Room(device).numbers
+    return Workspace(device).numbers
 
 
 def _ignore_indices(way: Any, rows: Rows, indices: list[int], group: dict[str, Any], skip: Tensor | None) -> None:
@@ -80,8 +80,7 @@ def first_step_exactly(weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor
 
 
 def first_step(way: Any, *tensors: Tensor) -> Tensor:
-    """A first step on copies of weight, gradient and both moments; returns all that a step changes, one after the
-    other."""
+    """Take a first step on copies of weight, gradient and both moments; return weight and moments in one tensor."""
     from softmoe.accelerate.optimizer import Flat
 
     flat = Flat(*(tensor.detach().clone() for tensor in tensors))

@@ -2,8 +2,8 @@
 
 Letters: N experts, S rows per expert, D width, H hidden width.
 
-The kernel is in kernels/product.py. Of the hidden rows one tensor is kept, before the activation; the activation is
-computed again where its gradient is. Products without bias and activation are torch's.
+The kernel is in kernels/product.py. The hidden rows are kept only as they are before the activation, which is computed
+again in the backward pass. Products without bias and activation are torch's.
 """
 
 from typing import Any
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from softmoe.accelerate import fastest
-from softmoe.accelerate.guards import Off, exchange
+from softmoe.accelerate.guards import Off, swap_class
 from softmoe.accelerate.soft import in_autocast_dtype
 from softmoe.moe import Experts
 
 
 def switch_on(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
     fastest.need_triton(model)
-    if not (count := exchange(model, Experts, TritonExperts, again=True)):
+    if not (count := swap_class(model, Experts, TritonExperts, again=True)):
         raise Off("no experts in this model")
     return f"{count} layers, for the shapes where they are faster"
 
@@ -27,7 +27,7 @@ def switch_on(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
 class TritonExperts(Experts):
     plain_class = Experts
     use_kernels = False
-    """What was the faster way at the last call; a compiler that traces the experts takes that way."""
+    """Whether the kernels were the faster at the last call; a compiler that traces the experts does the same."""
 
     def forward(self, x_NSD: Tensor) -> Tensor:
         weights = (self.w1, self.b1, self.w2, self.b2)
@@ -61,7 +61,7 @@ def by_kernels(x_NSD: Tensor, w1_NDH: Tensor, b1_NH: Tensor, w2_NDH: Tensor, b2_
 def mlp(
     x_NSD: Tensor, w1_NDH: Tensor, b1_NH: Tensor, w2_NDH: Tensor, b2_ND: Tensor, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    """gelu(x w1 + b1) w2^T + b2, and the hidden rows before the activation if they are kept, else nothing."""
+    """Return gelu(x w1 + b1) w2^T + b2, and the hidden rows before the activation, empty unless `keep`."""
     from softmoe.accelerate.kernels.product import product, product_gelu
 
     active_NSH, hidden_NSH = product_gelu(x_NSD, w1_NDH, b1_NH, keep)

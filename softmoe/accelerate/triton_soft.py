@@ -1,4 +1,4 @@
-"""Soft routing by Triton kernels on CUDA devices: neither softmax is ever stored, in both passes.
+"""Soft routing by Triton kernels on CUDA devices: neither softmax is ever stored, forward or backward.
 
 Letters: B images, M tokens, D width, N experts, P slots per expert, S = N*P slots.
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from softmoe.accelerate import fastest
-from softmoe.accelerate.guards import Off, exchange
+from softmoe.accelerate.guards import Off, swap_class
 from softmoe.accelerate.soft import LogitsRouting, in_autocast_dtype, similarity, similarity_gradient
 from softmoe.moe import DenseRouting, PlacedRouter, SoftRouter
 from softmoe.moe.routing import check_tokens, no_autocast
@@ -22,7 +22,9 @@ from softmoe.moe.soft import EPS, l2_normalize, softmax_over_slots, softmax_over
 
 def switch_on(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
     fastest.need_triton(model)
-    count = sum(exchange(model, kind.plain_class, kind, again=True) for kind in (TritonSoftRouter, TritonPlacedRouter))
+    count = sum(
+        swap_class(model, kind.plain_class, kind, again=True) for kind in (TritonSoftRouter, TritonPlacedRouter)
+    )
     if not count:
         raise Off("no Soft router in this model")
     return f"{count} layers, for the shapes where they are faster"
@@ -37,15 +39,15 @@ class TritonRouting(LogitsRouting):
         return soft_combine(*self._flat(), in_autocast_dtype(slots_NSD).contiguous())[0]
 
     def _flat(self) -> tuple[Tensor, Tensor | None]:
-        """(B, M, S) logits and the mask, laid out as the kernels read them."""
+        """Return the logits (B, M, S) and the mask, laid out as the kernels read them."""
         return self.logits.flatten(2).contiguous(), None if self.mask is None else self.mask.contiguous()
 
 
 class _TritonMixin:
-    """Overrides of a Soft router that use Triton kernels where they are faster; it stands before the router's class."""
+    """Overrides of a Soft router that use Triton kernels where they are faster; a base class before the router's."""
 
     use_kernels = False
-    """What was the faster way at the last call; a compiler that traces the router takes that way."""
+    """Whether the kernels were the faster at the last call; a compiler that traces the router does the same."""
 
     def forward(self: Any, x_BMD: Tensor, mask: Tensor | None = None, *grid: Any) -> DenseRouting:
         if not torch.compiler.is_compiling():
@@ -88,7 +90,7 @@ class TritonPlacedRouter(_TritonMixin, PlacedRouter):  # pyright: ignore[reportI
 
 
 def by_torch(normalize: bool, shape: tuple[int, int], mask: Tensor | None, x_BMD: Tensor, slots_DS: Tensor) -> Tensor:
-    """Logits, dispatch and combine with no experts between them: what is timed."""
+    """Compute logits, dispatch and combine with no experts between them, to be compared and timed."""
     with no_autocast(x_BMD):
         logits_BMNP = similarity(x_BMD, slots_DS, normalize).unflatten(2, shape)
     routing = DenseRouting(softmax_over_tokens(logits_BMNP, mask), softmax_over_slots(logits_BMNP, mask))
@@ -129,7 +131,7 @@ soft_logits.register_autograd(_logits_backward, setup_context=_save_logits)
 
 @torch.library.custom_op("softmoe::soft_dispatch", mutates_args=())
 def soft_dispatch(logits_BMS: Tensor, mask: Tensor | None, x_BMD: Tensor, P: int) -> tuple[Tensor, Tensor]:
-    """Slots (N, B*P, D), and the logarithms of the softmax' sums (B, S)."""
+    """Return the slots (N, B*P, D), and the log-sum-exp of the logits over tokens (B, S)."""
     from softmoe.accelerate.kernels.soft import log_sum_exp, to_slots
 
     sums_BS = log_sum_exp(logits_BMS, mask, over_tokens=True)
@@ -179,7 +181,7 @@ soft_dispatch.register_autograd(_dispatch_backward, setup_context=_save_dispatch
 
 @torch.library.custom_op("softmoe::soft_combine", mutates_args=())
 def soft_combine(logits_BMS: Tensor, mask: Tensor | None, slots_NSD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return tokens (B, M, D), and the logarithms of the softmax' sums (B, M)."""
+    """Return the tokens (B, M, D), and the log-sum-exp of the logits over slots (B, M)."""
     from softmoe.accelerate.kernels.soft import log_sum_exp, to_tokens
 
     sums_BM = log_sum_exp(logits_BMS, None, over_tokens=False)

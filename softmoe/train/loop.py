@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from softmoe.accelerate.guards import is_async
 from softmoe.data import WorkerDied
 from softmoe.machine import event_on
 from softmoe.parallel import local
@@ -32,7 +33,7 @@ from softmoe.train.log import Clock, make_sinks
 from softmoe.train.objectives import Objective
 from softmoe.train.reporting import diverged, evaluate, log, report_bad_steps, report_starving, show_progress
 from softmoe.train.run import Run, TrainState, build
-from softmoe.train.step import count_pending_step, reads_late, train_step
+from softmoe.train.step import count_pending_step, train_step
 
 
 @dataclass(frozen=True)
@@ -251,8 +252,11 @@ def restore(run: Run, found: Checkpoint) -> None:
 
 
 def save(run: Run) -> None:
-    """Hand a copy of the state to the writer, once per step. A step that was skipped is not saved, and weights that are
-    not finite end the run: neither may take the place of a good checkpoint."""
+    """Hand a copy of the state to the writer, once per step.
+
+    A step that was skipped is not saved, and weights that are not finite end the run: neither may replace a good
+    checkpoint.
+    """
     count_pending_step(run)
     done = run.done
     if run.saved_step == done.step or done.bad_in_a_row:
@@ -268,34 +272,37 @@ def save(run: Run) -> None:
     if run.average is not None:
         tensors["ema"] = copy_tensors(run.average.model.state_dict())
     ready = finite_on_all(run, tensors["model"])
-    if not reads_late(run) and not ready():
+    late = is_async(run.device)
+    if not late and not ready():
         raise diverged(run, "the weights are not finite numbers")
     state = identity(run, done.step) | {"progress": asdict(done), "config": run.config.to_dict()}
     texts = {"config": run.model.config.to_dict(), "state": state}
     run.store.save(
-        Snapshot(done.step, tensors, texts, ready if reads_late(run) else None),
+        Snapshot(done.step, tensors, texts, ready if late else None),
         best=None if done.best is None else done.best["step"],
     )
     run.saved_step = done.step
 
 
 def finite_on_all(run: Run, weights: Mapping[str, Tensor]) -> Callable[[], bool]:
-    """Return a function that waits until copies from the device have arrived, and says if the weights of all processes
-    are finite. Of a device that is not waited for, the writer calls it."""
+    """Return a function that waits for the copies from the device, and tells if the weights of all ranks are finite.
+
+    Where the host does not wait for the device, the writer calls it.
+    """
     arrived = event_on(run.device) if run.device.type == "cuda" else None
 
     def ready() -> bool:
         if arrived is not None:
             arrived.synchronize()
         finite = all(bool(local(weight).isfinite().all()) for weight in weights.values())
-        return all(run.team.gather(finite, run.team.saving if reads_late(run) else run.team.group))
+        return all(run.team.gather(finite, run.team.saving if is_async(run.device) else run.team.group))
 
     return ready
 
 
 @contextmanager
 def data_warnings_to(run: Run) -> Iterator[None]:
-    """Warnings of the data room (images that cannot be read) appear between progress lines."""
+    """Show warnings of softmoe.data (images that cannot be read) between progress lines."""
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

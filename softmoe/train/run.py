@@ -112,10 +112,6 @@ def _are_numbers(said: Any) -> bool:
     return isinstance(said, dict) and all(type(value) in (int, float) for value in said.values())
 
 
-ASYNC_DEVICES = ("cuda",)
-"""Devices that the host does not wait for in a step: they skip bad steps themselves, and are read a step late."""
-
-
 class Pending:
     """The numbers of a step that are being copied to the host.
 

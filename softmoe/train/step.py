@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from softmoe.accelerate.guards import skipped_where
+from softmoe.accelerate.guards import is_async, skipped_where
 from softmoe.train.data import split_batch
 from softmoe.train.objectives import Contrastive, join_parts, with_gradient
 from softmoe.train.optim import gradients, set_learning_rate
-from softmoe.train.run import ASYNC_DEVICES, Pending, Run, random_seed
+from softmoe.train.run import Pending, Run, random_seed
 
 
 def train_step(run: Run, batch: Any, *, keep_routing: bool = False) -> None:
@@ -40,22 +40,19 @@ def train_step(run: Run, batch: Any, *, keep_routing: bool = False) -> None:
     run.pending = Pending(done.step, names, values)
     if run.in_backward is None:
         update(run, values)
-    if not reads_late(run):
+    if not is_async(run.device):
         count_pending_step(run)
     if not keep_routing:
         run.recording.clear()
 
 
-def reads_late(run: Run) -> bool:
-    """Tell if the host reads the device's numbers later, and goes on meanwhile."""
-    return run.device.type in ASYNC_DEVICES
-
-
 def update(run: Run, values: Tensor) -> None:
-    """Let the optimizer step if loss and norm are finite: on a GPU, which must not be asked, by a flag that the fused
-    update looks at."""
+    """Let the optimizer step if loss and norm are finite.
+
+    A GPU is not waited for: there the fused update looks at a flag on the device.
+    """
     judged = values[0:3:2]
-    if reads_late(run):
+    if is_async(run.device):
         with skipped_where(run.optimizer, ~judged.isfinite().all()):
             run.optimizer.step()
     elif all(map(math.isfinite, judged.tolist())):
@@ -63,8 +60,10 @@ def update(run: Run, values: Tensor) -> None:
 
 
 def count_pending_step(run: Run) -> None:
-    """Count the step whose numbers were not read yet, if there is one: sums for the next line of metrics, the average
-    of the weights, and whether it was skipped."""
+    """Read the numbers of the last step, if they were not read yet, and count the step.
+
+    They are added to the sums for the next line of metrics, and the weights to their average; or the step was skipped.
+    """
     pending, run.pending = run.pending, None
     if pending is None:
         return
@@ -87,8 +86,10 @@ def count_pending_step(run: Run) -> None:
 
 
 def forward_backward(run: Run, batch: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Gradients of the whole batch, part by part. Returns its loss (balance losses included), the balance losses, and
-    the objective's own numbers."""
+    """Compute the gradients of the whole batch, part by part.
+
+    Returns its loss (balance losses included), the balance losses, and the objective's own numbers.
+    """
     parts = split_batch(batch, run.config.accumulate)
     if isinstance(run.objective, Contrastive) and len(parts) > 1:
         return joint_backward(run, run.objective, parts)
@@ -101,7 +102,9 @@ def forward_backward(run: Run, batch: Any) -> tuple[Tensor, Tensor, dict[str, Te
             loss, found = run.objective(run.forward, part)
         auxiliary = balance_loss(run)
         loss = loss if auxiliary is None else loss + auxiliary
-        if run.in_backward is None or run.in_backward.begins(loss):  # one that is not finite must not reach the weights
+        if run.in_backward is None or run.in_backward.may_begin(
+            loss
+        ):  # one that is not finite must not reach the weights
             (loss / len(parts)).backward()
         losses.append(loss.detach())
         numbers.append(found)
@@ -110,10 +113,12 @@ def forward_backward(run: Run, batch: Any) -> tuple[Tensor, Tensor, dict[str, Te
 
 
 def joint_backward(run: Run, objective: Contrastive, parts: list[Any]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Do `forward_backward` for a loss that compares all examples of the batch: embeddings of all parts without
-    gradients, then the loss and its gradient in them, then every part once more to carry that on into the weights.
-    Memory is that of one part, and the gradient that of the whole batch, for each part draws the same random numbers
-    again."""
+    """Do `forward_backward` for a loss that compares all examples of the batch, in the memory of one part.
+
+    First come the embeddings of all parts, without gradients; then the loss and its gradient in the embeddings; then
+    every part once more, to carry that gradient on into the weights. Each part draws the same random numbers again, so
+    the gradient is exactly that of the whole batch.
+    """
     found, states = [], []
     for part in parts:
         states.append(random_state(run.device))
@@ -144,8 +149,7 @@ def means(numbers: list[dict[str, Tensor]], device: torch.device) -> dict[str, T
 
 
 def number_on(device: torch.device, value: Tensor | float) -> Tensor:
-    """Put a number of an objective on the device. One that the host has goes there with a call that fills it in, which
-    nobody waits for."""
+    """Put a number of an objective on the device. One of the host is filled in there, which nobody waits for."""
     if isinstance(value, Tensor) and value.device.type == device.type:
         return value.detach()
     return torch.full((), float(value), device=device)

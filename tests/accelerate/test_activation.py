@@ -21,10 +21,10 @@ needs_compiler = pytest.mark.skipif(not module.KERNEL.available, reason=f"not co
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The compiled passes that are called from now on; small tensors are worth one too."""
     calls: list[str] = []
-    plain = module._pass
+    plain = module._pointwise
     monkeypatch.setattr(guards, "LARGE", 0)
     monkeypatch.setattr(
-        module, "_pass", lambda function, *inputs: (calls.append(function.__name__), plain(function, *inputs))[1]
+        module, "_pointwise", lambda function, *inputs: (calls.append(function.__name__), plain(function, *inputs))[1]
     )
     return calls
 

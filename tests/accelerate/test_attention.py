@@ -164,7 +164,7 @@ def test_gradients_laid_out_otherwise(passes: list[str]) -> None:
 def test_attention_with_and_without(passes: list[str], monkeypatch: pytest.MonkeyPatch, qk_norm: bool) -> None:
     """The whole module: the same output and the same gradients of everything."""
     attention = Attention(96, 3, qk_norm=qk_norm)
-    guards.exchange(attention, Attention, module.CompiledAttention)
+    guards.swap_class(attention, Attention, module.CompiledAttention)
     x, upstream = torch.randn(2, 7, 96, requires_grad=True), torch.randn(2, 7, 96)
 
     def run() -> list[Tensor]:

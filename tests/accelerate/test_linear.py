@@ -30,7 +30,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 def dense(x: Tensor, layer: nn.Module) -> Tensor:
     """The layer's output, with the fast class in the place of nn.Linear."""
-    guards.exchange(layer, nn.Linear, module.OneDNNLinear)
+    guards.swap_class(layer, nn.Linear, module.OneDNNLinear)
     return layer(x)
 
 
@@ -111,7 +111,7 @@ def test_whoever_listens_is_heard(products: list) -> None:
 @needs_product
 def test_mlp_with_and_without(products: list, monkeypatch: pytest.MonkeyPatch) -> None:
     mlp = MLP(16, 48)
-    guards.exchange(mlp, nn.Linear, module.OneDNNLinear)
+    guards.swap_class(mlp, nn.Linear, module.OneDNNLinear)
     x, upstream = torch.randn(2, 7, 16, requires_grad=True), torch.randn(2, 7, 16)
 
     def run() -> list[Tensor]:

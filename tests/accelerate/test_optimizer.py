@@ -55,11 +55,11 @@ def test_the_first_step_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("together", [7, adamw.TOGETHER])
+@pytest.mark.parametrize("together", [7, adamw.GPU_PIECE])
 def test_many_together_as_one_by_one(monkeypatch: pytest.MonkeyPatch, together: int) -> None:
     """What a GPU does, on a CPU: weights, first moments and counts of the first step are those of pieces, the second
     moments are the numbers of bfloat16 beside theirs; and where the flag says skip nothing changes at all."""
-    monkeypatch.setattr(adamw, "TOGETHER", together)
+    monkeypatch.setattr(adamw, "GPU_PIECE", together)
     ours, theirs = parameters(0, (3, 5), (4,), ()), parameters(0, (3, 5), (4,), ())
     for one, other in zip(ours, theirs, strict=True):
         one.grad = other.grad = torch.randn(one.shape)

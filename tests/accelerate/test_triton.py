@@ -12,7 +12,7 @@ from torch import Tensor
 import softmoe
 from softmoe import accelerate
 from softmoe.accelerate import fastest, triton_adamw, triton_experts, triton_soft
-from softmoe.accelerate.optimizer import CompactAdamW, Flat, Room, in_pieces, update_together
+from softmoe.accelerate.optimizer import CompactAdamW, Flat, Workspace, in_pieces, update_together
 from softmoe.moe import Experts, PlacedRouter, SoftRouter
 
 triton = pytest.importorskip("triton", reason="needs triton: pip install softmoe[dev]")
@@ -146,7 +146,7 @@ def moments(count: int) -> Flat:
 def test_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step is that of the update in pieces from the same state, rounded by the same random numbers."""
     monkeypatch.setattr("softmoe.accelerate.optimizer.PIECE", 700)
-    room = Room(torch.device("cpu"))
+    room = Workspace(torch.device("cpu"))
     monkeypatch.setattr(triton_adamw, "noise_on", lambda device: room.numbers)
     state = moments(3001)
     for step in (1.0, 2.0, 90_000.0):

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from softmoe import machine
+from softmoe.accelerate import guards
 from softmoe.data import TransformConfig
 from softmoe.storage import shards
-from softmoe.train import TrainConfig, step, train
+from softmoe.train import TrainConfig, train
 from softmoe.train.config import (
     CheckpointSection,
     DataSection,
@@ -76,7 +77,7 @@ def train_rank(rank: int, world: int, config: TrainConfig, trouble: str | None =
     if config.precision == "bfloat16":
         machine.bfloat16_works = lambda: True  # the test has asked; this process may have no child to ask with
     if trouble == "read late":
-        step.ASYNC_DEVICES = ("cpu",)
+        guards.ASYNC_DEVICES = ("cpu",)
     if trouble == "quick compiler":
         real = torch.compile
         torch.compile = lambda function, backend: real(function, backend="aot_eager")

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from train.same_run import assert_same_run
 
-from softmoe.accelerate import buffers
-from softmoe.train import Diverged, step, train
+from softmoe.accelerate import guards
+from softmoe.train import Diverged, train
 from softmoe.train.folder import RunFolder
 from softmoe.train.objectives import make_objective
 
@@ -26,8 +26,7 @@ def reads_late(monkeypatch: pytest.MonkeyPatch):
     """Call it to make this CPU one that is not waited for."""
 
     def switch() -> None:
-        monkeypatch.setattr(step, "ASYNC_DEVICES", ("cpu",))
-        monkeypatch.setattr(buffers, "ASKED", ())
+        monkeypatch.setattr(guards, "ASYNC_DEVICES", ("cpu",))
 
     return switch
 
@@ -95,10 +94,10 @@ def test_a_skipped_update_changes_nothing(name: str) -> None:
     weight.grad = torch.randn(5)
     optimizer.step()
     before = [weight.clone(), *(value.clone() for value in optimizer.state[weight].values())]
-    with step.skipped_where(optimizer, torch.tensor(True)):
+    with guards.skipped_where(optimizer, torch.tensor(True)):
         optimizer.step()
     after = [weight, *optimizer.state[weight].values()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    with step.skipped_where(optimizer, torch.tensor(False)):
+    with guards.skipped_where(optimizer, torch.tensor(False)):
         optimizer.step()
     assert not torch.equal(weight, before[0])

@@ -16,7 +16,7 @@ def adamw_kernel(
     rate, beta1, beta2, log_beta1, log_beta2, eps, weight_decay,
     MAY_SKIP: tl.constexpr, PIECE: tl.constexpr, SHIFTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The second moment is rounded at random, with the numbers that a CPU takes for this step, parameter and place.
+    """Update a block of numbers; the second moment is rounded with the random numbers that a CPU takes for them.
 
     If MAY_SKIP, nothing changes where `skip` is not 0. The bias corrections are differences of numbers next to 1, so
     they are computed in float64, once in a program.
@@ -48,7 +48,7 @@ def update(
     weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, step: Tensor, skip: Tensor | None,
     noise: Tensor, index: int, piece: int, shifts: int, group: dict[str, Any],
 ) -> None:  # fmt: skip
-    """One step of the parameter of that index, in place, none if `skip` is 1; `step` counts this one already."""
+    """Update the parameter of that index in place, unless `skip` is 1; `step` counts this update already."""
     beta1, beta2 = group["betas"]
     launch(
         adamw_kernel, (triton.cdiv(weight.numel(), 1024),),

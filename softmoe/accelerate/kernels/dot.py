@@ -1,4 +1,4 @@
-"""All kernels share these: the product of two tiles, its precision for float32 numbers, and the launch."""
+"""The parts that all kernels share: the product of two tiles, its precision for float32 numbers, and the launch."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
 @triton.jit
 def dot(a, b, total, PRECISION: tl.constexpr):
-    """total + a b in float32. Triton's interpreter multiplies the bits of bfloat16 as if they were whole numbers."""
+    """Return total + a b in float32. Triton's interpreter multiplies bits of bfloat16 as if they were whole numbers."""
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision=PRECISION)

@@ -65,14 +65,14 @@ def product_kernel(
 
 
 def product(a_NSK: Tensor, b_NKJ: Tensor, bias_NJ: Tensor) -> Tensor:
-    """a b + bias, (N, S, J)."""
+    """Return a b + bias, (N, S, J)."""
     out_NSJ = a_NSK.new_empty(*a_NSK.shape[:2], b_NKJ.shape[2])
     _launch("bias", a_NSK, b_NKJ, out_NSJ, bias=bias_NJ.contiguous())
     return out_NSJ
 
 
 def product_gelu(a_NSK: Tensor, b_NKJ: Tensor, bias_NJ: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
-    """gelu(h) and h = a b + bias, the latter empty if it is not kept."""
+    """Return gelu(h) and h = a b + bias, the latter empty if it is not kept."""
     out_NSJ = a_NSK.new_empty(*a_NSK.shape[:2], b_NKJ.shape[2])
     before_NSJ = torch.empty_like(out_NSJ) if keep else a_NSK.new_empty(0)
     _launch("gelu", a_NSK, b_NKJ, out_NSJ, bias=bias_NJ.contiguous(), before=before_NSJ, keep=keep)

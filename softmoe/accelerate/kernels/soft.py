@@ -201,7 +201,7 @@ def to_slots(
 
 
 def to_tokens(logits_BMS: Tensor, sums: Tensor, mask: Tensor | None, slots_NSD: Tensor, *, over_tokens: bool) -> Tensor:
-    """Slots mixed into tokens by the weights of either softmax: (N, B*P, D) -> (B, M, D)."""
+    """Mix slots into tokens by the weights of either softmax: (N, B*P, D) -> (B, M, D)."""
     B, M, S = logits_BMS.shape
     P, D = slots_NSD.shape[1] // B, slots_NSD.shape[2]
     out_BMD = slots_NSD.new_empty(B, M, D)
