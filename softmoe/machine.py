@@ -26,14 +26,19 @@ CPUINFO = Path("/proc/cpuinfo")
 MOST_AT_ONCE = 4096  # threads, data workers, batches ahead: more are a slip of the keyboard
 
 
-def lazy_names(room: str, homes: Mapping[str, tuple[str, ...]]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a room whose names are loaded, from these files of it or others, when first used."""
+def lazy_names(package: str, homes: Mapping[str, tuple[str, ...]]) -> Callable[[str], Any]:
+    """Return a `__getattr__` for a package that loads its names when they are first used.
+
+    `homes` has the names by the module they are in, a file of the package or the full name of another module.
+    """
 
     def load(name: str) -> Any:
         for home, names in homes.items():
             if name in names:
-                return getattr(import_module(home if "." in home else f"{room}.{home}"), name)
-        raise AttributeError(f"module {room!r} has no attribute {name!r}")
+                return getattr(import_module(home if "." in home else f"{package}.{home}"), name)
+        if name in homes:
+            return import_module(f"{package}.{name}")
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return load
 
@@ -151,18 +156,18 @@ def _bfloat16_product() -> None:
     (x @ x).sum().item()
 
 
-def choose_device(name: str, place: int | None = None) -> "torch.device":
+def choose_device(name: str, local_rank: int | None = None) -> "torch.device":
     """Return the device that `name` (auto, cpu, cuda, cuda:1, mps) means here. ValueError if it cannot be used.
 
-    `place` is the number of this process on its machine, if there are several: each takes a GPU of its own. A GPU
-    becomes the current one of this thread, for all that names none: kernels, events, timings.
+    `local_rank` is the number of this process on its machine, if there are several: each takes a GPU of its own. A GPU
+    becomes the current one of this thread, for all calls that name none: kernels, events, timings.
     """
     import torch
 
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and place is not None:
-        name = f"cuda:{place}"
+    if name == "cuda" and local_rank is not None:
+        name = f"cuda:{local_rank}"
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -179,10 +184,10 @@ def choose_device(name: str, place: int | None = None) -> "torch.device":
 
 
 def event_on(device: "torch.device") -> "torch.cuda.Event":
-    """Return an event that has come when all work is done that this thread gave to the CUDA device until now.
+    """Record and return an event that is reached when the CUDA device has done all work this thread gave it so far.
 
-    An event that is told no stream takes that of the current device, which need not be this one: each thread begins
-    with the first.
+    An event without a stream would take that of the current device, which need not be this one: every thread starts
+    with the first device as the current one.
     """
     import torch
 

@@ -106,7 +106,7 @@ def test_a_named_gpu_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) ->
     became: list[torch.device] = []
     monkeypatch.setattr(torch, "empty", lambda *_, device: None)
     monkeypatch.setattr(torch.cuda, "set_device", became.append)
-    assert choose_device("cuda:1") == choose_device("cuda", place=1) == torch.device("cuda:1")
+    assert choose_device("cuda:1") == choose_device("cuda", local_rank=1) == torch.device("cuda:1")
     assert choose_device("cuda") == torch.device("cuda")
     assert became == [torch.device("cuda:1")] * 2
 

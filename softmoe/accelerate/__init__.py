@@ -3,18 +3,13 @@
 Names are loaded when first used: whoever only builds C++ (`softmoe.accelerate.build`) loads nothing else.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from softmoe.machine import lazy_names
 
 if TYPE_CHECKING:
     from softmoe.accelerate.techniques import Report, Technique, apply, remove
 
-_HOME = dict.fromkeys(("Report", "Technique", "apply", "remove"), "softmoe.accelerate.techniques")
-
 __all__ = ["Report", "Technique", "apply", "remove"]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
-    raise AttributeError(f"module 'softmoe.accelerate' has no attribute {name!r}")
+__getattr__ = lazy_names(__name__, {"techniques": ("Report", "Technique", "apply", "remove")})

@@ -110,7 +110,7 @@ def plan_command(argv: list[str]) -> int:
 
 
 def parse_bytes(text: str) -> float:
-    """40GB, 40 GiB, 512MB -> bytes."""
+    """Return the bytes that a text such as 40GB, 40 GiB or 512MB means."""
     units = {"GB": 1e9, "GIB": 2**30, "MB": 1e6, "MIB": 2**20, "TB": 1e12}
     digits = text.rstrip("GMTIBgmtib ")
     unit = text[len(digits) :].strip().upper()

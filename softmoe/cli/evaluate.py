@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from softmoe.cli.parse import Printed, can_write, check_new, parse, percent_on_terminal, unused
+from softmoe.cli.parse import Printed, can_write, check_new, parse, percent_on_terminal, unused_path
 from softmoe.evaluate import Evaluate, FewShot, Predict
 from softmoe.storage.files import whole_file, write_bytes
 
@@ -60,7 +60,7 @@ def page_beside(model: str) -> Path | None:
     run = next((folder for folder in (path, *path.parents[:2]) if (folder / "metrics.jsonl").is_file()), None)
     name = path.stem if path.is_file() else path.name
     place = run / "evaluation.html" if run else path.with_name(f"{name}_evaluation.html")
-    return unused(place) if can_write(place.parent) else None
+    return unused_path(place) if can_write(place.parent) else None
 
 
 def evaluation_text(report: dict[str, Any], *, classes: bool) -> str:

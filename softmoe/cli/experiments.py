@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
 
-from softmoe.cli.parse import parse, unused
+from softmoe.cli.parse import parse, unused_path
 from softmoe.cli.train import drive, parse_train
 from softmoe.cli.transfer import parse_finetune
 from softmoe.studies import Demo, Quickstart, Study, about, names
@@ -73,7 +73,7 @@ def show_sweep(cells: list[dict[str, str]], folders: list[Path]) -> None:
         for cell, run in zip(cells, runs, strict=True)
     ]
     print(f"\n{table_text([(*cells[0], *best), *rows])}")
-    print(write_report(runs, unused(folders[0].parent / "sweep.html"), title="Sweep over " + ", ".join(cells[0])))
+    print(write_report(runs, unused_path(folders[0].parent / "sweep.html"), title="Sweep over " + ", ".join(cells[0])))
 
 
 def study_command(argv: list[str]) -> int:

@@ -48,11 +48,11 @@ class Printed:
 
 
 def parse(command: type[Command], argv: list[str], name: str) -> Command:
-    """Make the command that the words describe.
+    """Parse command line arguments into a command's dataclass.
 
-    Fields that Python takes by place are words by place, called like the field; the others are options. A flag turns
-    over what is the default, an image size is written 224 or 224x320, and of several names each is a word. Every
-    command takes --threads, and no --out is a file that is there already.
+    Positional fields are positional arguments, called like the field; keyword-only fields are options. A flag inverts
+    its default, an image size is written 224 or 224x320, and each of several names is an argument of its own. Every
+    command takes --threads. A file that --out names must not exist.
     """
     hints, given = get_type_hints(command), []
     for f in fields(command):  # pyright: ignore[reportArgumentType]
@@ -77,7 +77,7 @@ def parse(command: type[Command], argv: list[str], name: str) -> Command:
 
 
 def read_words(command: Any, **options: Any) -> Any:
-    """Make what the words describe, with tyro; a mistake in them is one line and a ValueError, as all others are."""
+    """Parse arguments with tyro; a mistake in them is a ValueError of one line, as all others are."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
@@ -89,7 +89,7 @@ def read_words(command: Any, **options: Any) -> Any:
 
 
 def one_line(box: str) -> str:
-    """Return what tyro says in a box with a title as one line without them."""
+    """Return a message that tyro prints in a box with a title as one line."""
     lines = [re.sub(r"[│╭╮╰╯]|[─-]{3,}|─", " ", line).strip() for line in box.splitlines()]
     text = " ".join(" ".join(filter(None, lines)).split())
     titles = ("Unrecognized options", "Required options", "Value error", "Invalid choice", "Parsing error")
@@ -127,7 +127,7 @@ def check_new(path: str | Path | None, option: str, *, a_file: bool = True) -> N
 
 
 def can_write(folder: Path) -> bool:
-    """Tell by a file without a name if files can be made in a folder: rights alone do not say it."""
+    """Tell if files can be made in a folder, by making a temporary one: permissions alone do not tell."""
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError:
@@ -135,14 +135,14 @@ def can_write(folder: Path) -> bool:
     return True
 
 
-def unused(path: Path) -> Path:
-    """Return the path, or if it is taken the same with a number: evaluation_2.html."""
+def unused_path(path: Path) -> Path:
+    """Return the path or, if there is a file, the same with a number: evaluation_2.html."""
     numbered = (path.with_stem(f"{path.stem}_{number}") for number in itertools.count(2))
     return next(p for p in itertools.chain([path], numbered) if not p.exists())
 
 
 def word_type(hint: Any) -> Any:
-    """Return the type that stands for another on the command line."""
+    """Return the type that tyro parses in place of a field's own type."""
     if hint == SIZE:
         return str | None
     if hint == (str | Path | None):

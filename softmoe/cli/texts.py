@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from softmoe.cli.evaluate import measure
-from softmoe.cli.parse import Printed, parse, percent_on_terminal, unused
+from softmoe.cli.parse import Printed, parse, percent_on_terminal, unused_path
 from softmoe.evaluate import Retrieve, Search, ZeroShot
 from softmoe.storage.files import write_bytes
 
@@ -33,7 +33,7 @@ def search_command(argv: list[str]) -> int:
         return 0
     for hit in found.hits[:10]:
         print(f"{hit.score:6.3f}  {hit.path}")
-    print(write_page(found, a.out or unused(Path("search.html"))))
+    print(write_page(found, a.out or unused_path(Path("search.html"))))
     if found.unreadable:
         print(f"softmoe: {found.unreadable} files could not be read", file=sys.stderr)
     return 0

@@ -67,7 +67,7 @@ def train_command(argv: list[str]) -> int:
 
 
 def drive(config: TrainConfig, dry_run: bool) -> int:
-    """Train to the end and finish: the one driver of `train` and `finetune`, in each process of a run."""
+    """Train to the end and save the model: what `train` and `finetune` do in each process of a run."""
     from softmoe.data import WorkerDied
     from softmoe.evaluate import extract
     from softmoe.train import train
@@ -133,7 +133,7 @@ def more_evaluators(config: TrainConfig) -> Mapping[str, Evaluator] | None:
 
 
 def stored_run(path: Path) -> TrainConfig:
-    """Read the settings of a run, to go on in the folder where it is now."""
+    """Read the settings of a run, to continue it in the folder where it is now."""
     from softmoe.train.folder import RunFolder
 
     stored = RunFolder(path).stored()
@@ -142,12 +142,12 @@ def stored_run(path: Path) -> TrainConfig:
             f"{path} is not the folder of a run: it has no config.json; to train on the images in it: "
             f"softmoe train small_data --data {shlex.quote(str(path))}"
         )
-    place = path.resolve()
-    return replace(stored[0], runs=str(place.parent), run_name=place.name)
+    folder = path.resolve()
+    return replace(stored[0], runs=str(folder.parent), run_name=folder.name)
 
 
 def exit_code(result: Result) -> int:
-    """128 + its number for a run stopped by a signal, as shells have it; 1 for one that could not keep its result."""
+    """Return 128 + the signal's number for a stopped run, as shells do, and 1 if its result could not be saved."""
     if result.signal is not None:
         return 128 + result.signal
     return 1 if result.problems else 0

@@ -114,8 +114,11 @@ class Rectangle:
 
 
 def draw_erasing(size: tuple[int, int], chance: float, rngs: list[np.random.Generator]) -> np.ndarray:
-    """Draw (E, 6) int64, a row for each image that is erased: its number, top, bottom, left and right of a rectangle of
-    2-33 % of the area and aspect 0.3-3.3, and where in the sequence of noise its own begins."""
+    """Draw (E, 6) int64, a row for each image that is erased.
+
+    A row is the image's number, top, bottom, left and right of a rectangle of 2-33 % of the area and aspect 0.3-3.3,
+    and where in the sequence of noise its own begins.
+    """
     height, width = size
     rows = []
     for k, rng in enumerate(rngs):
@@ -146,8 +149,10 @@ def erase(images: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
 
 
 def _noise(count: int, device: torch.device) -> torch.Tensor:
-    """The first of a sequence of levels in [-1, 1]: bits of place numbers, mixed by products below 2^63, so that every
-    device has the same."""
+    """Return the first of a sequence of random levels in [-1, 1], the same on every device.
+
+    They are bits of place numbers, mixed by products below 2^63.
+    """
     import torch
 
     bits = torch.arange(1, count + 1, device=device)
@@ -190,8 +195,10 @@ def mixup(
 
 
 def draw_rectangle(size: tuple[int, int], concentration: float, rng: np.random.Generator) -> Rectangle:
-    """Draw what cutmix pastes: the share of the area that a symmetric beta distribution gives, anywhere, cut at the
-    border, as in the paper of CutMix."""
+    """Draw the rectangle that cutmix pastes, as in its paper: its share of the area is drawn from a beta distribution.
+
+    It may lie anywhere, and is cut at the border.
+    """
     height, width = size
     side = np.sqrt(rng.beta(concentration, concentration))
     row, column = rng.integers(height), rng.integers(width)

@@ -88,11 +88,11 @@ def _unpacked(*parts: Any) -> Batch:
 
 
 class TooManyBroken(ValueError):
-    """More images are unreadable than the run allows."""
+    """Raised if more images are unreadable than the run allows."""
 
 
 def generators(seed: int, step: int, places: Sequence[int] | np.ndarray, purpose: int) -> list[np.random.Generator]:
-    """A generator of its own for every (seed, step, place, purpose): Philox counts, it has no history."""
+    """Make a generator for every (seed, step, place, purpose). Philox is counter-based: it needs no earlier draws."""
     key: Any = _Key(seed)
     counters = np.zeros((len(places), 4), dtype=np.uint64)
     counters[:, 1], counters[:, 2], counters[:, 3] = places, step, purpose
@@ -100,8 +100,10 @@ def generators(seed: int, step: int, places: Sequence[int] | np.ndarray, purpose
 
 
 class _Key(ISeedSequence):
-    """A seed that is the key itself. Given as `key`, it would have numpy ask the system for entropy first, and then not
-    use it: four times as long."""
+    """A seed sequence that is Philox' key itself.
+
+    With Philox(key=...) numpy asks the system for entropy first and does not use it, which takes four times as long.
+    """
 
     def __init__(self, seed: int):
         self.key = np.array([seed % 2**64, 0], dtype=np.uint64)
@@ -110,8 +112,8 @@ class _Key(ISeedSequence):
         return self.key
 
 
-class Raw:
-    """Makes raw batches, in pinned memory if there is a GPU; for worker processes torch's loader does that."""
+class Pinning:
+    """Tells if batches go to pinned memory: raw ones, if there is a GPU. For workers torch's loader does that."""
 
     raw: bool
 
@@ -120,12 +122,12 @@ class Raw:
         return self.raw and torch.cuda.is_available()
 
     def pin_if_needed(self, batch: Batch) -> Batch:
-        """Return a batch that was made in this process, where it is wanted."""
+        """Return a batch that was made in this process, in pinned memory if that is needed."""
         return batch.pin_memory() if self.pinned else batch
 
 
 @dataclass(frozen=True)
-class TrainBatches(Raw):
+class TrainBatches(Pinning):
     """The endless stream of training batches by step; `batch_size` counts all `world` processes."""
 
     source: Source
@@ -176,7 +178,10 @@ class TrainBatches(Raw):
 
 
 def with_draws(batch: Batch, seed: int, step: int, first: int) -> Batch:
-    """Add its draws to a batch, if a caption is to be chosen. `first` is the place of its first image in the whole."""
+    """Add random numbers that choose a caption of each image, if there are several.
+
+    `first` is the place of the batch's first image in the batch of all processes.
+    """
     if all(len(captions) < 2 for captions in batch.captions):
         return batch
     places = np.arange(first, first + len(batch), dtype=np.uint64)
@@ -186,8 +191,8 @@ def with_draws(batch: Batch, seed: int, step: int, first: int) -> Batch:
 
 
 @dataclass(frozen=True)
-class EvaluationBatches(Raw):
-    """Each example once, in order. All ranks have the same number of batches; the last may be uneven, or empty."""
+class EvaluationBatches(Pinning):
+    """The batches of one pass over all examples, in order. All ranks have equally many; the last may be empty."""
 
     source: Source
     transform: Transform
@@ -221,8 +226,10 @@ def _assemble(
     replace: Callable[[int], np.ndarray] | None,
     raw: bool,
 ) -> Batch:
-    """Read, what is not ready, transform and stack. A broken image is replaced by the first readable of
-    `replace(place)`, or left out."""
+    """Read the examples that are not `ready`, transform and stack them.
+
+    A broken image is replaced by the first readable one of `replace(place)`; without `replace` it is left out.
+    """
     broken: list[tuple[str, str]] = []
     rows: list[tuple[int, Example, Plan, np.random.Generator]] = []
     for k, index in enumerate(indices.tolist()):
@@ -254,7 +261,7 @@ def _read_together(source: Source, indices: np.ndarray, captions: bool) -> list[
 def _read(
     source: Source, transform: Transform, index: int, rng: np.random.Generator, ready: Example | None
 ) -> tuple[Example, Plan]:
-    """The example and the crop for it, chosen from the stored size if the source tells it, else from the image's."""
+    """Return the example and its crop, chosen by the stored size if the source tells it, else by the image's."""
     plans: list[Plan] = []
 
     def min_side(height: int, width: int) -> int:
@@ -306,7 +313,7 @@ def _labels(source: Source, examples: list[Example]) -> torch.Tensor:
 
 
 def mixed(batch: Batch, classes: int) -> Batch:
-    """Do the erasing, mixup or cutmix that a batch still has before it."""
+    """Do the erasing, mixup or cutmix that is still to be done to a batch."""
     images, labels = batch.images, batch.labels
     if batch.erased is not None:
         images = erase(images, batch.erased)

@@ -1,4 +1,4 @@
-"""characters - thousands of classes drawn from fonts: much to know, endless pictures, nothing to download.
+"""The source `characters`: thousands of classes drawn from fonts, endless pictures, nothing to download.
 
     characters                                     2,781 letters, numbers and symbols, from the fonts inside matplotlib
     characters?classes=1000&scene=moving           the first thousand; one of any size anywhere in the picture
@@ -84,7 +84,7 @@ class CharactersSource(DrawnSource):
         return glyphs.load(self._fonts, self._count)
 
     def __getstate__(self) -> dict:
-        """Bitmaps are read again from the cache folder in each process."""
+        """Pickle without the bitmaps, which each process reads again from the cache folder."""
         return {name: value for name, value in vars(self).items() if name != "_glyphs"}
 
     def read_batch(self, indices: Sequence[int] | np.ndarray, captions: bool = True) -> list[Example]:
@@ -143,7 +143,7 @@ class CharactersSource(DrawnSource):
 
 
 def class_name(character: str) -> str:
-    """Unicode's name in small letters; Chinese characters have none and stand for themselves."""
+    """Return Unicode's name in lower case; Chinese characters have none and are their own name."""
     name = unicodedata.name(character, f"u+{ord(character):04x}").lower()
     return f"ideograph {character}" if name.startswith("cjk unified ideograph") else name
 
@@ -234,7 +234,7 @@ def _written(
     y: np.ndarray,
     radius: np.ndarray,
 ) -> Written:
-    """`faces` is 0 for the seen ones, 1 for the unseen ones."""
+    """Draw one character for each scene; `faces` is 0 for the fonts of training, 1 for those held out."""
     bitmap = glyphs.first[labels, faces] + dice.span(0, glyphs.count[labels, faces]).astype(np.int64)
     turn = np.pi / 18
     return Written(
@@ -290,8 +290,11 @@ def _write(planes: np.ndarray, glyphs: Glyphs, written: Written, size: int) -> N
 def _cover(
     glyphs: Glyphs, written: Written, x: np.ndarray, y: np.ndarray, size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the pixels that may have ink (as flat indices into (B, rows, columns), for columns x and rows y), the
-    picture each lies in, and how much of it is ink, interpolated between four cells of the bitmap."""
+    """Return the pixels that may have ink, the picture of each, and how much of it is ink.
+
+    Pixels are flat indices into (B, rows, columns), for columns x and rows y. Ink is interpolated between four cells of
+    the bitmap.
+    """
     cells_a_pixel = FILLED / (written.radius * size)
     level = np.clip(np.floor(np.log2(cells_a_pixel) + 0.5), 0, len(LEVELS) - 1).astype(np.int64)
     sides = np.array(LEVELS)[level]
@@ -321,7 +324,7 @@ def _cover(
 
 
 def _line(size: int) -> np.ndarray:
-    """The places of the pixels of a row."""
+    """Return the places of the pixels of a row."""
     return ((np.arange(size) + 0.5) / size * 2 - 1).astype(np.float32)
 
 

@@ -33,9 +33,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # Pillow's names
 MAX_PIXELS = 50_000_000  # a few kilobytes can unpack to gigabytes
 MAX_SIDE = 65_535  # JPEG's own limit; the work of some decoders grows with one side alone
 MAX_BYTES = 400_000_000  # of a file: 50 million pixels of four 16-bit channels, uncompressed
-MAX_SCANS = (
-    100  # of a progressive JPEG, each a pass over all of it: encoders make about ten, by hand one may make thirty
-)
+MAX_SCANS = 100  # of a progressive JPEG, each a pass over all of it: encoders make about ten
 MAX_SCANNED = 20 * MAX_PIXELS  # pixels times scans
 MAX_SEGMENTS = 10_000  # of a JPEG before its pixels: with 64 KB each more than a file may have
 MAX_CHUNKS = 100_000  # of a PNG: encoders put 8 KB or more into each
@@ -69,7 +67,7 @@ class BrokenImage(ValueError):
 
 
 class _Refused(Exception):
-    """A reason in our own words."""
+    """Raised by our own checks; the text is the reason of the BrokenImage."""
 
 
 def read_image_file(path: Path, name: str, most: int = MAX_BYTES) -> bytes:
@@ -101,9 +99,12 @@ def read_member(archive: ByteReader, offset: int, size: int, name: str) -> bytes
 
 
 def decode(data: bytes, name: str, min_side: MinSide = None, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """Decode an image file held in `data`. With `min_side` the result may be smaller than the file says, but
-    its shorter side is at least `min_side` (or the file's own, if that is less). BrokenImage, whose `reason` speaks
-    of the image only, for what is no image of `FORMATS`, is damaged, or has more than `max_pixels`."""
+    """Decode an image file held in `data`.
+
+    With `min_side` the result may be smaller than the file says, but its shorter side is at least `min_side` (or the
+    file's own, if that is less). BrokenImage, whose `reason` speaks of the image only, for a file that is not one of
+    `FORMATS`, is damaged, or has more than `max_pixels`.
+    """
     try:
         if not data:
             raise _Refused("the file is empty")
@@ -131,7 +132,7 @@ def decode(data: bytes, name: str, min_side: MinSide = None, max_pixels: int = M
 
 
 def _reason(error: Exception) -> str:
-    """The decoder's own words where they were meant for people: one line without names of files or objects."""
+    """Return the decoder's message if it is meant for people: one line without names of files or objects."""
     said = (str(error).strip().splitlines() or [""])[0].rstrip(".")
     plain = isinstance(error, (OSError, ValueError, SyntaxError)) and len(said) <= 120 and not set(said) & set("/<>\\")
     return said if said and plain else "its data is damaged"
@@ -145,8 +146,11 @@ def _check_size(width: int, height: int, max_pixels: int) -> None:
 
 
 def _check_jpeg(data: bytes, max_pixels: int) -> None:
-    """Sizes and scans by the markers, found as libjpeg finds them. Where one scan holds all colors of a sequential
-    JPEG, libjpeg takes no second one, and the walk ends there: photos cost microseconds."""
+    """Refuse a JPEG of too many pixels or scans, by its markers, which are found as libjpeg finds them.
+
+    In a sequential JPEG libjpeg takes no scan after one that holds all colors, so the search ends there: photos take
+    microseconds.
+    """
     place, pixels, colors, many, scans, segments = 2, 0, 0, False, 0, 0
     while (found := _MARKER.search(data, place)) is not None:
         marker, place, segments = found[1][0], found.end(), segments + 1
@@ -172,7 +176,7 @@ def _check_jpeg(data: bytes, max_pixels: int) -> None:
 
 
 def _check_png(data: bytes) -> None:
-    """Pillow looks at each chunk."""
+    """Refuse a PNG of too many chunks, each of which Pillow looks at."""
     place = 8
     for _ in range(MAX_CHUNKS):
         if place >= len(data):
@@ -182,7 +186,7 @@ def _check_png(data: bytes) -> None:
 
 
 def _check_gif(data: bytes) -> None:
-    """Pillow keeps the comments before the first picture, which come in blocks of as little as a byte."""
+    """Refuse a GIF of too many blocks before its first picture: Pillow keeps the comments in them."""
     place = 13 + (3 << (data[10] & 7) + 1 if len(data) > 10 and data[10] & 128 else 0)
     for _ in range(MAX_BLOCKS):
         match data[place : place + 1]:
@@ -196,7 +200,7 @@ def _check_gif(data: bytes) -> None:
 
 
 def _check_ppm(data: bytes) -> None:
-    """Pillow reads the header byte by byte, comments too, and numbers that are text one by one."""
+    """Refuse a PPM with a long header, or of many numbers as text: Pillow reads both byte by byte."""
     parts = re.sub(rb"#[^\r\n]*[\r\n]?", b"", data[:MAX_HEADER]).split(None, 4)
     if len(parts) < (3 if data[:2] in (b"P1", b"P4") else 4):
         raise _Refused("its header is not whole or too long")
@@ -211,7 +215,7 @@ def _check_comments(data: bytes) -> None:
 
 
 def _check_tables(data: bytes) -> None:
-    """Lengths of the tables of a TIFF's first picture: Pillow makes an object of each number, and of each strip."""
+    """Refuse a TIFF with long tables in its first picture: Pillow makes an object of each number."""
     order, wide = ("little" if data[:2] == b"II" else "big"), data[2:3] == b"+"
 
     def number(place: int, size: int) -> int:
@@ -227,7 +231,7 @@ def _check_tables(data: bytes) -> None:
 
 
 def _decode_simplejpeg(data: bytes, min_side: MinSide, max_pixels: int) -> np.ndarray | None:
-    """Return None where Pillow must do it: CMYK colors."""
+    """Decode a JPEG with simplejpeg; None for CMYK colors, which Pillow must decode."""
     assert simplejpeg is not None
     tall, wide, space, _ = simplejpeg.decode_jpeg_header(data)
     if space in ("CMYK", "YCCK"):
@@ -264,7 +268,7 @@ _CHECKS = {b"II": _check_tables, b"MM": _check_tables, b"\x89PNG": _check_png, b
 
 
 def _check_tiles(image: Image.Image, max_pixels: int) -> None:
-    """A tile of a TIFF may be far larger than the image, and is decoded whole."""
+    """Refuse a TIFF with large tiles: a tile may be far larger than the image, and is decoded whole."""
     tags = getattr(image, "tag_v2", {})
     sides = [tags.get(tag, 0) for tag in (_TILE_WIDTH, _TILE_HEIGHT)]
     if not all(isinstance(side, int) for side in sides) or sides[0] * sides[1] > max_pixels:
@@ -272,7 +276,7 @@ def _check_tiles(image: Image.Image, max_pixels: int) -> None:
 
 
 def _wanted_side(min_side: MinSide, height: int, width: int) -> int:
-    """0 means full size."""
+    """Return the shorter side that decoding must keep; 0 means full size."""
     return (min_side(height, width) if callable(min_side) else min_side) or 0
 
 
@@ -292,7 +296,7 @@ def to_rgb(image: Image.Image) -> np.ndarray:
 
 
 def _scale_gray(values: np.ndarray) -> np.ndarray:
-    """Pillow's wide gray modes do not say their range: the largest value tells it (1.0, 8 or 16 bits)."""
+    """Scale grays to 0..255 by their largest value (1.0, 8 or 16 bits), since Pillow does not tell the range."""
     top = values.max(initial=0.0)
     span = 255.0 if 1.0 < top <= 255.0 else 1.0 if top <= 1.0 and values.dtype.kind == "f" else 65535.0
     values *= 255.0 / span

@@ -1,4 +1,4 @@
-"""Batches on their way to a device: uint8 leaves the workers, and what is left to do with pixels is done over there.
+"""Bring batches to a device: images leave the workers as uint8, and the last transforms are done on the device.
 
 A raw batch has its images as (B, H, W, 3) uint8, a quarter of the bytes; `finish` mirrors, scales, erases and blends
 them with the numbers that the worker drew, to the same bits as a batch that was made for the CPU.
@@ -18,12 +18,15 @@ from softmoe.data.batch import Batch, mixed, tensors_of
 from softmoe.machine import event_on
 
 HOST = ("indices", "draws")
-"""Only the host looks at these, to choose captions and to name examples."""
+"""Fields that stay on the host, which uses them to choose captions and to name examples."""
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Copy images and labels to the device. Copies from pinned memory to CUDA are not waited for; on mps they
-    must be, since torch would free what is still being copied."""
+    """Copy images and labels to the device.
+
+    Copies from pinned memory to CUDA are not waited for; on mps they must be, since torch would free what is still
+    being copied.
+    """
     if device.type == "cpu":
         return batch
     beside = device.type == "cuda"
@@ -32,7 +35,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def finish(batch: Batch, classes: int) -> Batch:
-    """Do what is left to do with a raw batch, wherever it is now. `classes` is how many the labels are of."""
+    """Do the last transforms of a raw batch, on the device where it is. `classes` is the number of classes."""
     if batch.images.dtype != torch.uint8:
         return batch
     images = batch.images.permute(0, 3, 1, 2)
@@ -56,7 +59,7 @@ class Feed:
         """Batches for which a CUDA device had to wait with nothing to do."""
 
     def fetch(self) -> Exception | None:
-        """Begin with the next batch, or say why there is none: all processes must hear of that before they stop."""
+        """Start to copy the next batch, or return the error: all processes must know of it before they stop."""
         given = None if self.stream is None else event_on(self.device)  # the last of the work that the device has
         try:
             batch = next(self.batches)

@@ -1,4 +1,4 @@
-"""Files the sources stand on: packed lists of names, tars read by offset, compressed files unpacked once."""
+"""Read the files of data sources: packed lists of names, tars read by offset, compressed files unpacked once."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ MAX_TEXT = 16_000_000  # bytes of what is beside an image: captions, labels
 
 
 class Names:
-    """A million strings as one buffer and one array of offsets: cheap to pickle, and a worker does not touch
-    the reference counts of a million objects (which would copy every page of a forked parent)."""
+    """A list of many strings, kept as one buffer and one array of offsets.
+
+    It is cheap to pickle, and a worker does not touch the reference counts of a million objects, which would copy every
+    page of a forked parent.
+    """
 
     def __init__(self, names: Iterable[str]):
         encoded = [name.encode("utf-8", "surrogateescape") for name in names]
@@ -59,8 +62,10 @@ _one_at_a_time = threading.Lock()
 
 
 class ByteReader:
-    """Spans of bytes of one file, by pread: no shared position, so a handle is safe across forks. Where there is no
-    pread (Windows, which has no forks either) one thread reads at a time. Pickles without the handle."""
+    """Reads spans of bytes of one file by pread, which shares no position, so that a handle is safe across forks.
+
+    Without pread (on Windows, which has no forks either) one thread reads at a time. It pickles without the handle.
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -85,7 +90,7 @@ class ByteReader:
 
 
 class _Headers(io.BufferedReader):
-    """A tar of which only headers are read, so that one which claims to be of gigabytes is not waited for."""
+    """A tar file that refuses headers of a wrong size, which may claim to have gigabytes."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is None or not 0 <= size <= _HEADER_BYTES:
@@ -94,8 +99,10 @@ class _Headers(io.BufferedReader):
 
 
 def tar_members(path: Path) -> Iterator[tuple[str, int, int]]:
-    """Yield (name, offset, size) of each regular file in an uncompressed tar, in its order. Every member must lie
-    within the file and behind the one before, or tarfile would go round in circles."""
+    """Yield (name, offset, size) of each regular file in an uncompressed tar, in its order.
+
+    Every member must lie within the file and behind the one before; else tarfile might read in circles.
+    """
     whole, last = path.stat().st_size, -1
     try:
         with io.FileIO(path) as raw, tarfile.open(fileobj=_Headers(raw), mode="r:") as tar:

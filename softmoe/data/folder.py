@@ -41,8 +41,10 @@ class FolderSource(Source):
     multi_label = False
 
     def __init__(self, root: Path, split: str, classes: list[str], titles: dict[str, str], found: dict[str, list]):
-        """`found`: class -> [(name within the split, offset, size)]; `root` is a folder, or a tar read by offset. An
-        empty `split` is a folder that has classes and no splits."""
+        """Make the source of the files in `found`: class -> [(name within the split, offset, size)].
+
+        `root` is a folder, or a tar read by offset. An empty `split` is a folder that has classes and no splits.
+        """
         ids = {name: i for i, name in enumerate(classes)}
         rows = [(ids[c], f"{c}/{name}", offset, size) for c in classes for name, offset, size in found.get(c, [])]
         self.classes = tuple(titles.get(c, c) for c in classes)
@@ -192,7 +194,7 @@ def _scan_split(folder: Path) -> dict[str, list[tuple[str, int, int]]]:
 
 
 def _images_below(folder: Path) -> Iterator[tuple[str, int, int]]:
-    """Every image below, through links too. A folder is read once: links may lead in circles."""
+    """Yield every image below a folder, through links too. A folder is read once: links may lead in circles."""
     waiting, seen = [""], set()
     while waiting:
         prefix = waiting.pop()
@@ -217,8 +219,7 @@ def _read_titles(root: Path) -> dict[str, str]:
 
 
 def _scan_tar(tar: Path) -> tuple[dict[str, dict[str, list]], dict[str, str], Path]:
-    """Return the tree that a folder would give, with offsets; one enclosing top folder (as `tar c mydata` makes) is
-    skipped."""
+    """Return the tree that a folder would give, with offsets; an enclosing folder (`tar c mydata`) is skipped."""
     members = list({member[0]: member for member in tar_members(tar)}.values())  # of one name the last, as tar does
     tops = {name.split("/", 1)[0] for name, _, _ in members}
     skip = len(tops.pop()) + 1 if len(tops) == 1 and not tops & {"train", "val"} else 0
@@ -241,7 +242,7 @@ def _scan_tar(tar: Path) -> tuple[dict[str, dict[str, list]], dict[str, str], Pa
 
 
 class PairsSource(Source):
-    """Images in the order of their names."""
+    """Images in the order of their names, each with the captions in the .txt file beside it."""
 
     classes: tuple[str, ...] = ()
     multi_label = False

@@ -91,8 +91,7 @@ def _find(folder: Path, prefixes: tuple[str, ...], what: str) -> Path:
 
 
 def _mapped(path: Path) -> np.ndarray:
-    """The array in an idx file: two zero bytes, a type, the number of axes, their sizes as big-endian int32,
-    then data."""
+    """Map the array of an idx file: two zero bytes, type, number of axes, sizes as big-endian int32, then data."""
     with path.open("rb") as file:
         head = file.read(4)
     if len(head) < 4 or head[:2] != b"\0\0" or head[2] != _UNSIGNED_BYTE:
@@ -114,7 +113,7 @@ class DigitsSource(Source):
     classes = tuple("0123456789")
 
     def __init__(self, split: str, images: np.ndarray, labels: np.ndarray):
-        """images (n, 8, 8) of 0..16, labels (n,)."""
+        """Make the source of images (n, 8, 8) with values 0..16 and labels (n,)."""
         self._split = split
         self._images = np.repeat(np.round(images * (255 / 16)).astype(np.uint8)[..., None], 3, axis=3)
         self.labels = labels.astype(np.int64)

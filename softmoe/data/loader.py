@@ -34,7 +34,7 @@ _SAMPLE = 1000  # the share of broken images is not judged by fewer examples tha
 
 
 class WorkerDied(RuntimeError):
-    """A data worker was stopped from outside."""
+    """Raised if a data worker was killed from outside."""
 
 
 class Loader:
@@ -112,7 +112,7 @@ def evaluation_batches(
 
 @dataclass(frozen=True)
 class Buffers:
-    """The batches that wait: of so many workers each has `prefetch` finished ones waiting and makes one more."""
+    """The batches that wait for the device: each worker has `prefetch` finished ones and makes one more."""
 
     workers: int
     prefetch: int
@@ -120,7 +120,7 @@ class Buffers:
 
     @property
     def bytes(self) -> int:
-        """Most memory that images take before they are on the device."""
+        """The most memory that images take before they are on the device."""
         return max(1, self.workers) * (self.prefetch + 1) * self.batch_bytes
 
     @classmethod
@@ -132,7 +132,7 @@ class Buffers:
 
 
 def workers_for(device: str) -> int:
-    """Return the workers of `auto`: a CPU that trains needs its cores itself, a GPU needs images from all others."""
+    """Return the number of workers of `auto`: one if training is on the CPU's cores, else one per core but one."""
     if device == "cpu":
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -148,8 +148,7 @@ def _check_workers(workers: int, prefetch: int) -> None:
 
 
 class ErrorAsValue:
-    """Runs in a worker: an error travels as a value, so that it arrives as it was and not inside a foreign
-    traceback."""
+    """Makes batches in a worker and returns errors as values, so that they arrive as they were raised."""
 
     def __init__(self, maker: TrainBatches | EvaluationBatches):
         self.maker = maker
@@ -190,7 +189,7 @@ def _load_batches(
     )
     started = False
     try:
-        with _script_left_alone(maker):
+        with _without_main_script(maker):
             batches = iter(made)  # starts the workers
         for result in batches:
             started = True
@@ -204,7 +203,7 @@ def _load_batches(
 
 
 @contextmanager
-def _script_left_alone(maker: TrainBatches | EvaluationBatches) -> Iterator[None]:
+def _without_main_script(maker: TrainBatches | EvaluationBatches) -> Iterator[None]:
     """Start workers that do not import the user's script: without `if __name__ == "__main__":` it would begin anew.
 
     If the data is of classes that the script defines, workers need it and import it as usual.
@@ -223,15 +222,15 @@ def _script_left_alone(maker: TrainBatches | EvaluationBatches) -> Iterator[None
 
 def needs_script(maker: object) -> bool:
     """Tell if an object that is sent to another process names something of the script that runs."""
-    written = _Written()
+    written = _MainDetector()
     try:
-        ForkingPickler(written, 4).dump(maker)  # pyright: ignore[reportArgumentType]  # writing is all that is asked
-    except Exception:  # said where it is sent
+        ForkingPickler(written, 4).dump(maker)  # pyright: ignore[reportArgumentType]  # it only has to be written to
+    except Exception:  # the error is raised again where the object is sent
         return True
     return written.names_script
 
 
-class _Written:
+class _MainDetector:
     """A file that keeps nothing but whether `__main__` was written to it."""
 
     names_script = False
@@ -252,15 +251,18 @@ def _as_is(batch: Any) -> Any:
 
 
 def _prepare_worker(worker: int) -> None:
-    """Ctrl-C reaches every process of the terminal; the main one decides and the workers end with it, silently: the
-    thread that hands over a finished batch may find the other end closed. A killed main process takes them along."""
+    """Let a worker ignore Ctrl-C and end with the main process, silently.
+
+    Ctrl-C reaches every process of the terminal, and the main one decides. When it ends or is killed, the thread that
+    hands over a finished batch may find the connection closed, which is no error.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.excepthook = _except_lost_connection
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """DataLoader's own watch looks at the parent's number, which is the fork server's: it outlives the main process."""
+    """End this worker when the main process is gone; DataLoader itself watches the fork server, which outlives it."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -287,8 +289,10 @@ def _except_lost_connection(kind: type[BaseException], error: BaseException, tra
 
 
 def _context() -> Any:
-    """Workers come from a clean server process: forking one that runs threads (a progress display, an
-    asynchronous save) can copy a held lock. Where there is no fork server, spawn."""
+    """Return the way workers start: from a fork server, else by spawn.
+
+    Forking a process that runs threads (a progress display, an asynchronous save) can copy a held lock.
+    """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")

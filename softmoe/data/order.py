@@ -16,8 +16,10 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def mix64(z: np.ndarray) -> np.ndarray:
-    """The finalizer of splitmix64: every bit of the result depends on every bit of `z`, a uint64 array (not a
-    scalar: numpy warns of the intended overflow there)."""
+    """Hash a uint64 array by the finalizer of splitmix64: every bit of the result depends on every bit of `z`.
+
+    It takes no scalars, for which numpy warns of the intended overflow.
+    """
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
@@ -122,7 +124,7 @@ def _keys(seed: int, epochs: np.ndarray) -> np.ndarray:
 
 
 def _by_blocks(places: np.ndarray, blocks: Sequence[int], seed: int, epoch: int, mix: int) -> np.ndarray:
-    """Places within one epoch -> examples, shards in random order and `mix` of them shuffled together."""
+    """Return the examples at these places of one epoch: shards in random order, `mix` of them shuffled together."""
     sizes = np.asarray(blocks, dtype=np.int64)
     starts = np.cumsum(sizes) - sizes
     key = _keys(seed, np.array([epoch]))

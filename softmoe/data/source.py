@@ -104,7 +104,7 @@ class DrawnSource(Source):
 
 
 def drawing_options(kind: str, size: str, seed: str, length: str, usual: int) -> tuple[int, int, int]:
-    """Pixels a side, seed and number of the pictures of a `DrawnSource`, from its options."""
+    """Return pixels a side, seed and number of the pictures of a `DrawnSource`, read from its options."""
     if not seed.isdigit():
         raise ValueError(f"The option seed must be a whole number from 0, not {seed!r}.")
     count = positive_int("length", length) if length else usual
@@ -144,7 +144,7 @@ def open_source(uri: str, split: str) -> Source:
 
 
 def parse_uri(uri: str) -> tuple[str, str, dict[str, str]]:
-    """scheme, path and options of a source string; ValueError where it is not one. A path that exists means folder:"""
+    """Return scheme, path and options of a source string, or raise ValueError. A path that exists means folder:PATH."""
     address, _, query = uri.partition("?")
     scheme, _, path = address.partition(":")
     if scheme not in _SCHEMES and Path(os.path.expanduser(address)).exists():
@@ -181,9 +181,11 @@ def fingerprint(*parts: str | bytes | Iterable[int]) -> str:
 
 
 def count_classes(largest: int, examples: int, stated: int = 0) -> int:
-    """Return the number of classes if labels go up to `largest`. Numbers far above what the data can hold are damage,
-    and a list of names for each would fill the memory: there must be fewer than `FEW_CLASSES`, or than ten for each
-    example, or as many as were stated, and never more than `MAX_CLASSES`."""
+    """Return the number of classes if labels go up to `largest`; ValueError for a number that is damage.
+
+    There must be fewer classes than `FEW_CLASSES`, or than ten for each example, or as many as were stated, and never
+    more than `MAX_CLASSES`: a list of their names would fill the memory.
+    """
     limit = stated or min(max(FEW_CLASSES, 10 * examples), MAX_CLASSES)
     if stated > MAX_CLASSES:
         raise ValueError(f"The option classes is {stated}, but there may be at most {MAX_CLASSES:,} classes.")
@@ -208,7 +210,7 @@ def checked_titles(titles: object, where: Path | str) -> dict[str, str]:
 
 
 def shortened(value: object) -> str:
-    """At most forty characters of what a stranger's file says, for a message; not more than one line."""
+    """Return at most forty characters of a value from a stranger's file, for a message."""
     text = str(value) if not isinstance(value, int) or value.bit_length() < 200 else "of more than 60 digits"
     return text if len(text) <= 40 else text[:40] + "..."
 

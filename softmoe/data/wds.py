@@ -1,4 +1,4 @@
-"""wds:PATTERN - WebDataset shards: tars in which KEY.jpg, KEY.cls, KEY.txt, ... are the parts of one example.
+"""The source wds:PATTERN: WebDataset shards, tars in which KEY.jpg, KEY.cls, KEY.txt, ... are parts of one example.
 
     wds:data/{split}-{000..010}.tar      {split} becomes train, val, ...; {000..010} and {a,b} expand as in a
     shell wds:data/{split}/*.tar.gz            * as in a shell; .gz shards are unpacked once into the cache
@@ -75,7 +75,7 @@ class WdsSource(Source):
         classes: tuple[str, ...],
         mix: int | None,
     ):
-        """`titles`: the shards' names as the user knows them; `shards`: the uncompressed tars; `mix`: see `order`."""
+        """Index the uncompressed tars `shards`; `titles` are their names for the user, `mix` is that of `order`."""
         self.classes = classes
         self.multi_label = any(row.listed for row in rows)
         self._titles = tuple(titles)
@@ -262,7 +262,7 @@ def _class_number(text: object, where: str) -> int:
 
 
 def _label_facts(data: bytes, where: str) -> tuple[tuple[int, ...] | None, bool]:
-    """(labels, whether they came as a list) of a json part."""
+    """Return the labels of a json part, and whether they came as a list."""
     facts = parse_json(data, f"The json part of {where}", unique=False)
     value = (
         next((facts[k] for k in ("label", "labels", "cls") if k in facts), None) if isinstance(facts, dict) else None

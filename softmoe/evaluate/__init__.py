@@ -1,7 +1,6 @@
-"""Model and data -> named numbers: accuracy, few-shot, nearest neighbors, linear probe, prediction; and with texts
-zero-shot, retrieval, search.
+"""Evaluate a model on data: accuracy, few-shot, probes, prediction, and with texts zero-shot, retrieval and search.
 
-Names are loaded when first used: the options of the commands do without torch. The room itself can be called:
+Names are loaded when first used: the options of the commands do without torch. The package itself can be called:
 `softmoe.evaluate(MODEL, DATA)` is `softmoe.evaluate.evaluate`.
 """
 
@@ -77,9 +76,9 @@ __all__ = [
 __getattr__ = lazy_names(__name__, _HOMES)
 
 
-class _Room(ModuleType):
+class _CallableModule(ModuleType):
     def __call__(self, *args: Any, **options: Any) -> dict[str, Any]:
         return self.evaluate(*args, **options)
 
 
-sys.modules[__name__].__class__ = _Room
+sys.modules[__name__].__class__ = _CallableModule

@@ -193,7 +193,7 @@ class Predict(OneModel, OverImages):
     """Prepare the model for fast inference, with its experts stored so; mapped: for models larger than the memory."""
 
     def run(self, progress: Progress | None = None) -> tuple[list[Prediction], list[Unreadable]]:
-        """Return classes and features of what can be read, and what cannot."""
+        """Return classes and features of the images that can be read, and the files that cannot."""
         from softmoe.evaluate.classify import run_predict
 
         return run_predict(self, progress)

@@ -59,7 +59,7 @@ def classification(
     loss: Loss = "softmax",
     total: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, float]:
-    """The evaluator: model and batches to named numbers. `total` sums a vector over the processes, if several."""
+    """Evaluate a classifier and return named numbers. `total` sums a vector over the processes, if several."""
     return count(model, batches, loss=loss, total=total).numbers()
 
 
@@ -203,7 +203,7 @@ def run_evaluate(options: Evaluate, progress: Progress | None = None) -> dict[st
 
 
 def run_predict(options: Predict, progress: Progress | None = None) -> tuple[list[Prediction], list[Unreadable]]:
-    """Classes and features of what can be read, and what cannot."""
+    """Return classes and features of the images that can be read, and the files that cannot."""
     paths = find_images(as_list(options.images))
     loaded = load(options.model, weights=options.weights, told=options.told, **options.model_options)
     predictor = Predictor(loaded, top=options.top)

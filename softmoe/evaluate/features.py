@@ -32,7 +32,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Features:
-    """n images as vectors."""
+    """The features of n images: vectors, labels, and which examples of the source they are."""
 
     vectors: np.ndarray
     """(n, D) float32, mapped from the file."""

@@ -66,9 +66,10 @@ def load(
     precision: Precision = "auto",
     told: Mapping[str, Any] | None = None,
 ) -> Loaded:
-    """Load a saved model, run, Hub id, or others' weights with what is `told` of them (mean, std, heads, activation).
+    """Load a saved model, run, Hub id, or others' weights, for evaluation.
 
-    If asked at another resolution, and prepared for inference with `weights`.
+    `image_size` is another resolution than the model was saved with. `weights` prepares the model for fast inference.
+    `told` states what a file of others' weights does not (mean, std, heads, activation).
     """
     foreign = open_foreign(with_options(str(where), told or {}))
     saved = foreign or open_model(where)
@@ -251,7 +252,7 @@ class FileSource(Source):
 
 
 def find_images(patterns: Sequence[str]) -> list[Path]:
-    """Files as they are named, all images below folders, and what patterns match; sorted within each, each once.
+    """List the named files, all images below folders, and the matches of patterns; sorted within each, each once.
 
     A name that matches nothing stays in the list, to be reported with the unreadable ones.
     """

@@ -22,8 +22,10 @@ CELL, LETTER, LONGEST = 20, 6.6, 26
 
 
 class Mistakes:
-    """Count (label, predicted) pairs, and keep the wrong images with the highest confidence. Images with several labels
-    have no place in such a table and are left out."""
+    """Counts (label, predicted) pairs, and keeps the wrong images with the highest confidence.
+
+    Images with several labels are left out.
+    """
 
     def __init__(self) -> None:
         self.pairs: Counter[tuple[int, int]] = Counter()
@@ -89,8 +91,10 @@ def write_page(report: dict[str, Any], path: Path, title: str) -> Path:
 
 
 def confusion_picture(report: dict[str, Any]) -> str:
-    """Return an SVG with a row for each class and a column for each prediction; of many classes those that are most
-    often mistaken."""
+    """Return an SVG with a row for each class and a column for each prediction.
+
+    Of many classes those that are most often mistaken are shown.
+    """
     counts = {(row["class"], row["predicted"]): row["images"] for row in report.get("confusions", [])}
     if not counts:
         return ""

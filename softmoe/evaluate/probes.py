@@ -130,7 +130,7 @@ def _train(
 
 
 def _measure(x_nD: Tensor, labels_n: Tensor, W_RDC: Tensor, bias_RC: Tensor) -> Tensor:
-    """(R, 3): top1, top5 and mean loss of each candidate; one that diverged counts as always wrong."""
+    """Return top1, top5 and mean loss of each candidate, (R, 3); one that diverged counts as always wrong."""
     rows = []
     for W_DC, bias_C in zip(W_RDC, bias_RC, strict=True):
         logits_nC = x_nD @ W_DC + bias_C

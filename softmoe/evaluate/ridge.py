@@ -87,7 +87,7 @@ class Ridge:
         return _with_bias((np.asarray(x_tD, dtype=np.float64) - self.mean_D) / self.std_D)
 
     def _inverse(self, l2: float) -> np.ndarray:
-        """1 / (eigenvalue + l2); without a penalty, directions that the data does not have are left alone."""
+        """Return 1 / (eigenvalue + l2); without a penalty it is 0 for directions that the data does not have."""
         if l2 < 0:
             raise ValueError(f"l2 must not be negative, got {l2}")
         shifted_r = self.eigenvalues_r + l2

@@ -76,7 +76,7 @@ class Towers:
         return self.project(features.vectors), features
 
     def project(self, vectors_nD: np.ndarray) -> Tensor:
-        """Features of the image tower -> (n, E) in the common space."""
+        """Project features of the image tower into the common space, (n, E)."""
         rows = []
         with evaluating(self.model), torch.inference_mode():
             for start in range(0, len(vectors_nD), _CHUNK):
@@ -111,7 +111,7 @@ _BLOCK = 1024
 
 
 def run_retrieve(options: Retrieve, progress: Progress | None = None) -> dict[str, Any]:
-    """Recalls with all captions of every image. Images without a caption are left out."""
+    """Return recalls with all captions of every image. Images without a caption are left out."""
     source = Captioned(random_subset(open_source(options.data, options.split), options.examples), options.data)
     towers = load_towers(options.model, **options.model_options)
     image_nE, features = towers.embed_images(source, **options.feature_options(progress))
@@ -172,7 +172,7 @@ _PLACE = "{}"
 
 
 def canonical(text: str) -> str:
-    """Lower case, no punctuation but the placeholder {}, single spaces."""
+    """Return a text in lower case with single spaces, and no punctuation but the placeholder {}."""
     parts = text.replace("_", " ").split(_PLACE)
     return " ".join(_PLACE.join(re.sub(r"[^\w\s]", "", part) for part in parts).lower().split())
 

@@ -3,8 +3,9 @@
 Names are loaded when first used: the options of `softmoe serve` do without torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from softmoe.machine import lazy_names
 
 if TYPE_CHECKING:
     from softmoe.inference.layers import WEIGHTS, Storage, Weights
@@ -12,9 +13,6 @@ if TYPE_CHECKING:
 
 __all__ = ["WEIGHTS", "Storage", "Weights", "open_mapped", "prepare"]
 
-
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        home = "prepared" if name in ("open_mapped", "prepare") else "layers"
-        return getattr(import_module(f"softmoe.inference.{home}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(
+    __name__, {"layers": ("WEIGHTS", "Storage", "Weights"), "prepared": ("open_mapped", "prepare")}
+)

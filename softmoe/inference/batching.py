@@ -61,7 +61,7 @@ class Overloaded(Exception):
 
 
 class Closed(Exception):
-    """The service is ending."""
+    """Raised for requests that come while the service is ending."""
 
 
 class Batcher(Generic[Question, Reply]):

@@ -311,10 +311,10 @@ def byte_product(x_NSK: Tensor, packed: Tensor, scale_NC: Tensor, sums_NC: Tenso
 
 
 @byte_product.register_fake
-def _byte_shape(x_NSK: Tensor, packed: Tensor, scale_NC: Tensor, sums_NC: Tensor, bias_NC: Tensor) -> Tensor:
+def _(x_NSK: Tensor, packed: Tensor, scale_NC: Tensor, sums_NC: Tensor, bias_NC: Tensor) -> Tensor:
     return x_NSK.new_empty(x_NSK.shape[0], x_NSK.shape[1], bias_NC.shape[1])
 
 
 @packed_product.register_fake
-def _packed_shape(x_NSK: Tensor, packed_NQKE: Tensor, scale_NC: Tensor | None, bias_NC: Tensor) -> Tensor:
+def _(x_NSK: Tensor, packed_NQKE: Tensor, scale_NC: Tensor | None, bias_NC: Tensor) -> Tensor:
     return x_NSK.new_empty(x_NSK.shape[0], x_NSK.shape[1], bias_NC.shape[1])

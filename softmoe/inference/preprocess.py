@@ -18,7 +18,7 @@ _ORIENTATION, _SIDEWAYS = 0x0112, (5, 6, 7, 8)  # the EXIF tag, and its values t
 
 
 def load_image(file, preprocessing):
-    """(1, 3, height, width) float32 from a path or an open binary file; stack several with numpy.concatenate."""
+    """Return a path or an open binary file as (1, 3, height, width) float32; numpy.concatenate stacks several."""
     size = tuple(preprocessing["image_size"])
     with Image.open(file, formats=FORMATS) as image:
         orientation = image.getexif().get(_ORIENTATION, 1)
@@ -34,7 +34,7 @@ def load_image(file, preprocessing):
 
 
 def _box(height, width, size, preprocessing):
-    """The crop as shares of the image: top, left, height, width."""
+    """Return the crop as shares of the image: top, left, height, width."""
     if preprocessing["crop"] != "central":
         return 0.0, 0.0, 1.0, 1.0
     scale = max(size[0] / height, size[1] / width) * preprocessing["central_ratio"]
@@ -43,7 +43,7 @@ def _box(height, width, size, preprocessing):
 
 
 def _resized(pixels, size, box, preprocessing):
-    """The crop, to the nearest pixel, brought to the size: shrunk by area if central, else bilinear."""
+    """Cut the crop out, to the nearest pixel, and resize it: by area if central and larger, else bilinearly."""
     height, width = pixels.shape[:2]
     part = pixels[_span(box[0], box[2], height), _span(box[1], box[3], width)]
     if part.shape[:2] == size:
@@ -72,7 +72,7 @@ def _neighbors(count, length):
 
 
 def _rgb(image):
-    """(h, w, 3) uint8: transparent pixels lie on white, 16-bit and float grays are scaled to 8 bits."""
+    """Return (h, w, 3) uint8: transparent pixels lie on white, 16-bit and float grays are scaled to 8 bits."""
     if image.mode.startswith("I;16"):
         gray = np.asarray(image).astype(np.uint32) >> 8
     elif image.mode in ("I", "F"):

@@ -119,8 +119,11 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Serves `service`. Told to end, it gives requests under way a moment; then they are refused, and at last the
-    process ends, were even the event loop stuck."""
+    """Serves `service` until it is told to end.
+
+    Then requests under way get a moment to be answered, and are refused after it; at last the process ends, even if the
+    event loop is stuck.
+    """
 
     def __init__(self, service: Service):
         limits = replace(service.limits, max_connections=possible_connections(service.limits.max_connections))

@@ -165,9 +165,7 @@ def dense_weights(routing: Routing) -> tuple[np.ndarray, np.ndarray]:
 
 
 def different_slots(weights_MS: np.ndarray, count: int) -> list[int]:
-    """Choose so many slots whose weights differ most: first the sharpest, then always the one farthest from those
-    chosen.
-    """
+    """Choose slots whose weights differ most: first the sharpest, then always the one farthest from those chosen."""
     rows_SM = weights_MS.T / np.maximum(np.linalg.norm(weights_MS.T, axis=1, keepdims=True), 1e-300)
     chosen = [int(weights_MS.max(0).argmax())]
     distance_S = np.full(len(rows_SM), np.inf)
@@ -190,7 +188,7 @@ def evenly(total: int, count: int) -> Sequence[int]:
 
 @dataclass(frozen=True)
 class Inspection:
-    """One model, looked into. `layers` maps the layers' names, in the model's order, to plain results."""
+    """What was found inside one model. `layers` maps the layers' names, in the model's order, to plain results."""
 
     name: str
     images: int

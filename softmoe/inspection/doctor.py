@@ -209,10 +209,9 @@ def judge(
     form: str = ".3f",
     all_layers: bool = False,
 ) -> list[Verdict]:
-    """Judge a figure of all layers: wrong if the worst layer is above (or below) the limit; with `all_layers` only if
-    the best one is, too.
+    """Judge a figure by its worst layer, which must not be above (or below) the limit; by the best with `all_layers`.
 
-    Empty where no layer is of the kind that `values` is about.
+    There is no verdict if no layer is of the kind that `values` is about.
     """
     if not values:
         return []

@@ -1,5 +1,4 @@
-"""Write inspect.json, figures, and one page that opens from disk, with no server and no network: images, layers and
-slots to choose from.
+"""Write inspect.json, figures, and one page that opens from disk, to choose images, layers and slots from.
 
 The table of its layers can be had as plain text too.
 

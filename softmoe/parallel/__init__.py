@@ -1,7 +1,11 @@
-"""Put many devices on from outside: experts owned by ranks, everything else replicated or sharded."""
+"""Spread a model over many devices from outside: experts owned by ranks, everything else replicated or sharded.
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+Names are loaded when first used: torch's distributed tensors take a second, and one process does not need them.
+"""
+
+from typing import TYPE_CHECKING
+
+from softmoe.machine import lazy_names
 
 if TYPE_CHECKING:
     from softmoe.parallel.reduce import (
@@ -24,6 +28,19 @@ if TYPE_CHECKING:
         reduce_gradients,
     )
 
+_HOMES = {
+    "reduce": (
+        "clip_by_global_norm",
+        "global_norm",
+        "local",
+        "local_shard",
+        "mean_over_ranks",
+        "sum_over_ranks",
+        "whole",
+    ),
+    "spread": ("Layout", "Mesh", "apply", "building", "check_groups", "check_model", "make_mesh", "reduce_gradients"),
+}
+
 __all__ = [
     "Layout",
     "Mesh",
@@ -42,12 +59,4 @@ __all__ = [
     "whole",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Import on first use: torch's distributed tensors take a second, and one process does not need them."""
-    if name in __all__:
-        for home in ("reduce", "spread"):  # the quick one first
-            module = import_module(f"softmoe.parallel.{home}")
-            if hasattr(module, name):
-                return globals().setdefault(name, getattr(module, name))
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(__name__, _HOMES)

@@ -52,7 +52,7 @@ class OwnedExperts(Experts):
             raise ValueError(
                 f"expected slots of shape ({self.num_experts}, rows, {self.dim}), got {tuple(x_NSD.shape)}"
             )
-        mine, halves = self._mine(), range(self._parts(x_NSD))
+        mine, halves = self._local_view(), range(self._parts(x_NSD))
         there, back = ([Exchange(self.mesh.get_group()) for _ in halves] for _ in range(2))
         arriving, leaving = _Depart.apply(x_NSD, there), []
         for half in halves:
@@ -61,22 +61,22 @@ class OwnedExperts(Experts):
         return _Return.apply(back, *leaving)
 
     def _parts(self, x_NSD: Tensor) -> int:
-        """Exchange the rows in two halves, where that is worth it: one travels while experts work at the other."""
+        """Return in how many parts rows are exchanged: two if one can travel while the other is computed."""
         rows, enough = x_NSD.shape[1], HALVES_FROM.get(x_NSD.device.type, math.inf)
         return 2 if rows > 1 and rows * self.ranks >= enough else 1
 
     def _by_expert(self, received: Tensor) -> Tensor:
-        """(N, S, D), this rank's experts' rows by the rank they came from -> (N/E, E*S, D)."""
+        """Sort received rows by this rank's experts: (N, S, D), in the order of their ranks -> (N/E, E*S, D)."""
         E, (N, S, D) = self.ranks, received.shape
         return received.view(E, N // E, S, D).transpose(0, 1).reshape(N // E, E * S, D)
 
     def _by_rank(self, y: Tensor) -> Tensor:
-        """(N/E, E*S, D) -> (N, S, D), the rows of each rank together, to be sent back."""
+        """Put the rows of each rank together to be sent back: (N/E, E*S, D) -> (N, S, D)."""
         E, (n, rows, D) = self.ranks, y.shape
         return y.view(n, E, rows // E, D).transpose(0, 1).reshape(E * n, rows // E, D)
 
-    def _mine(self) -> Experts:
-        """Give the experts' own forward what it looks at, for this rank's experts."""
+    def _local_view(self) -> Experts:
+        """Return an object with all that `Experts.forward` reads, of this rank's experts alone."""
         weights: dict[str, Any] = {
             name: _DivideGradient.apply(cast(DTensor, parameter).to_local(), self.ranks)
             for name, parameter in self.named_parameters(recurse=False)
@@ -126,27 +126,27 @@ def draw_part(
 
 
 class Exchange:
-    """Equal parts of rows go to all ranks of a group: part q of axis 0 to rank q; what comes from q becomes part q."""
+    """An all-to-all of rows in equal parts: part q of axis 0 goes to rank q, and what comes from q becomes part q."""
 
     def __init__(self, group: Any):
         self.group = group
         self.work: Any = None
 
     def begin(self, rows: Tensor) -> Tensor:
-        """Return where the rows of others will be. Nothing may look at it before `end`."""
+        """Start the exchange and return the memory that the rows arrive in; nobody may read it before `end`."""
         self.rows = rows.contiguous()
         received = torch.empty_like(self.rows)
         self.work = dist.all_to_all_single(received, self.rows, group=self.group, async_op=True)
         return received
 
     def end(self) -> None:
-        """Wait until it is done; on CUDA the device waits, not the host."""
+        """Wait until the exchange is done; on CUDA the device waits, not the host."""
         self.work.wait()
         self.work = self.rows = None
 
 
-# Four steps of the way of rows through experts, in this order for each half. Each is the reverse of another one, so the
-# backward pass, which autograd walks from the last half to the first, begins and ends its exchanges in the same places.
+# The four steps of an exchange to the experts and back, in this order for each half. The backward of each is the
+# forward of another, so the backward pass, which goes from the last half to the first, overlaps in the same way.
 
 
 class _Depart(torch.autograd.Function):
@@ -207,14 +207,14 @@ class _Return(torch.autograd.Function):
 
 
 def joined(exchanges: list[Exchange], parts: tuple[Tensor, ...]) -> Tensor:
-    """End the exchanges and put their halves together."""
+    """End the exchanges and return the rows of all halves together."""
     for exchange in exchanges:
         exchange.end()
     return parts[0].view_as(parts[0]) if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 class _DivideGradient(torch.autograd.Function):
-    """The backward passes of all ranks add up in an expert: the sum of E losses, where their mean is wanted."""
+    """Divides gradients: an expert's gradient is summed over the losses of E ranks, where their mean is wanted."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, by: int) -> Tensor:

@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 
 
 def is_spread(tensor: Any) -> TypeGuard["DTensor"]:
-    """Tell if a tensor is a DTensor, without importing them: that takes a second, which runs in one process need not
-    pay.
-    """
+    """Tell if a tensor is a DTensor, without importing that class, which takes a second."""
     return hasattr(tensor, "to_local")
 
 
@@ -31,8 +29,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def local_shard(tensor: Tensor, model: Tensor) -> Tensor:
-    """Cut from a plain tensor, which all ranks have whole, the shard that this rank keeps of `model`; a plain `model`
-    keeps all of it."""
+    """Return this rank's shard of a tensor that all ranks have whole, cut as `model` is; all of it if that is plain."""
     if not is_spread(model):
         return tensor
     from torch.distributed.tensor import distribute_tensor
@@ -45,8 +42,8 @@ def copies(tensor: Tensor) -> int:
     """Count the ranks that keep the same part of a tensor."""
     parts = 1
     if is_spread(tensor):
-        for place, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
-            parts *= size if place.is_shard() else 1
+        for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
+            parts *= size if placement.is_shard() else 1
     return ranks() // parts
 
 
@@ -100,7 +97,7 @@ def gather_rows(rows: Tensor) -> Tensor:
 
 
 def first_row(rows: Tensor) -> int:
-    """Return where this rank's rows begin among those of all."""
+    """Return the index of this rank's first row among the rows of all ranks."""
     return dist.get_rank() * rows.shape[0] if ranks() > 1 else 0
 
 

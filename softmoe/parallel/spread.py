@@ -79,12 +79,13 @@ AnyModel = TypeVar("AnyModel", bound=VisionTransformer | TwoTower)
 
 @contextmanager
 def building(mesh: Mesh, **options: Any) -> Iterator[None]:
-    """Make models inside this context keep this rank's part of each block as soon as it is made: no process ever holds
-    more than one block without its experts, and one expert. Follow with `apply`, with the same options. The same
-    numbers are drawn on every rank, as without.
+    """Make models that are built in this context keep only this rank's part of each block as soon as it is made.
 
-    Experts are made on the meta device and drawn when the last of their parameters is made, expert by expert, each rank
-    keeping its part; that becomes their parameters when the block is spread.
+    No process ever holds more than one block without its experts, and one expert. Call `apply` afterwards, with the
+    same options. All ranks draw the same numbers as without this context.
+
+    Experts are made on the meta device. When the last of their parameters is made they are drawn expert by expert, and
+    each rank keeps its part, which becomes their parameters when the block is spread.
     """
     owns = mesh.sizes.expert > 1
 
@@ -143,8 +144,8 @@ def part_of_experts(shape: torch.Size, mesh: Mesh) -> tuple[slice, ...]:
 @torch.no_grad()
 def _fill_experts(block: Block, mesh: Mesh) -> None:
     """Give experts that are spread on the meta device memory for their part, and what was drawn for it."""
-    place = mesh.rest.device_type
-    block._apply(lambda tensor: torch.empty_like(tensor, device=place) if tensor.device.type == "meta" else tensor)
+    device = mesh.rest.device_type
+    block._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.device.type == "meta" else tensor)
     for layer in moe_layers(block):
         for name, values in layer.experts.__dict__.pop("drawn", {}).items():
             local(getattr(layer.experts, name)).copy_(values)
@@ -165,7 +166,7 @@ def apply(model: AnyModel, mesh: Mesh, *, dtype: torch.dtype | None = None, comp
     if sizes.world == 1:
         return model
     for block in [module for module in model.modules() if isinstance(module, Block)]:
-        if not isinstance(block, FSDPModule):  # else it was when it was made
+        if not isinstance(block, FSDPModule):  # else it was spread when it was built
             _spread_block(block, mesh, dtype=dtype, compile=compile)
     for scalar in (parameter for parameter in model.parameters() if parameter.ndim == 0):
         if scalar.requires_grad:  # FSDP takes none: every rank keeps them
@@ -177,7 +178,7 @@ def apply(model: AnyModel, mesh: Mesh, *, dtype: torch.dtype | None = None, comp
 def _spread_block(block: Block, mesh: Mesh, *, dtype: torch.dtype | None = None, compile: bool | str = False) -> None:
     """Give each rank its part of one block."""
     sizes = mesh.sizes
-    # What experts and routers give are views; nobody writes into them.
+    # experts and routers return views, which nobody writes into
     known = r"FSDP2-wrapped module \(FSDP(OwnedExperts|.*Router)\) returned a view tensor"
     warnings.filterwarnings("ignore", message=known)
     if sizes.expert > 1:
@@ -215,16 +216,17 @@ def _options(module: nn.Module, mesh: Mesh, dtype: torch.dtype | None) -> dict[s
 
 
 def _policy(dtype: torch.dtype | None) -> MixedPrecisionPolicy:
-    """Weights travel in `dtype` and gradients are added up in float32. Tokens stay what they are: autocast decides."""
+    """Return FSDP's precision: weights sent in `dtype`, gradients added up in float32, tokens left to autocast."""
     if dtype is None:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
 def reduce_gradients(model: nn.Module, mesh: Mesh, now: bool) -> None:
-    """Say whether the next backward pass adds gradients up over the ranks, or leaves that to a later one, as all but
-    the last part of an accumulated step do. Shards of one copy are always added up: without, every rank would hold the
-    whole gradient."""
+    """Set whether the next backward pass adds gradients up over the ranks; of an accumulated step the last part does.
+
+    Shards are always added up within one copy of the model: else every rank would hold the whole gradient.
+    """
     assert isinstance(model, FSDPModule)
     if mesh.sizes.shard == 1:
         model.set_requires_gradient_sync(now)

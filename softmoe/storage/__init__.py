@@ -1,7 +1,11 @@
-"""Bytes on disk: saved models, checkpoints of one process or of many, and the one way files are written."""
+"""Bytes on disk: saved models, checkpoints of one process or of many, and the one way files are written.
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+Names are loaded when first used: whoever writes a file needs no model.
+"""
+
+from typing import TYPE_CHECKING
+
+from softmoe.machine import lazy_names
 
 if TYPE_CHECKING:
     from softmoe.storage import hub
@@ -11,6 +15,16 @@ if TYPE_CHECKING:
     from softmoe.storage.pretrained import load_saved, load_two_tower, save_pretrained, save_tensors
     from softmoe.storage.saved import SavedModel, TokenizerFile, open_saved
     from softmoe.storage.store import CheckpointSection, CheckpointStore
+
+_HOMES = {
+    "adapters": ("save_adapters",),
+    "checkpoint": ("BrokenCheckpoint", "Snapshot", "read_checkpoint", "write_checkpoint"),
+    "hub": (),
+    "preprocessing": ("Preprocessing",),
+    "pretrained": ("load_saved", "load_two_tower", "save_pretrained", "save_tensors"),
+    "saved": ("SavedModel", "TokenizerFile", "open_saved"),
+    "store": ("CheckpointSection", "CheckpointStore"),
+}
 
 __all__ = [
     "BrokenCheckpoint",
@@ -31,16 +45,4 @@ __all__ = [
     "write_checkpoint",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Import on first use: who writes a file needs no model."""
-    if name == "hub":
-        return import_module("softmoe.storage.hub")
-    if name in __all__:
-        # each imports those before it
-        homes = ("checkpoint", "store", "preprocessing", "saved", "adapters", "pretrained")
-        for home in homes:
-            module = import_module(f"softmoe.storage.{home}")
-            if hasattr(module, name):
-                return getattr(module, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(__name__, _HOMES)

@@ -42,8 +42,8 @@ class Snapshot:
     tensors: dict[str, Tensors]
     texts: dict[str, dict[str, Any]]
     ready: Callable[[], bool] | None = None
-    """Waits until the copies from a GPU have arrived, and says whether the weights are finite; None: they have, and
-    are. It is called by whoever writes, so that training goes on meanwhile."""
+    """Waits until the copies from a GPU have arrived, and tells if the weights are finite; None if both is known. The
+    writer calls it, so that training goes on meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Checkpoint:
             n: {k: torch.empty(s.shape, dtype=s.dtype) for k, s in specs.items()} for n, specs in self.specs.items()
         }
         for name, tensors in found.items():
-            fill(place(self.folder, name), tensors, alone=True)
+            fill(tensors_path(self.folder, name), tensors, alone=True)
         return found
 
 
@@ -75,14 +75,16 @@ def step_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def place(folder: Path, name: str) -> Path:
+def tensors_path(folder: Path, name: str) -> Path:
     """Find the tensors `name` of a checkpoint: a folder with the parts of many processes, or one file."""
     return folder / name if (folder / name).is_dir() else folder / f"{name}.safetensors"
 
 
 def copy_tensors(tensors: Mapping[str, Tensor]) -> Tensors:
-    """Copy tensors to main memory, where training will not change them. Copies from a GPU are not waited for; what is
-    given to the GPU afterwards comes after them."""
+    """Copy tensors to main memory, where training will not change them.
+
+    Copies from a GPU are not waited for; work that is given to the GPU afterwards comes after them.
+    """
     return {name: _host_copy(tensor.detach()) for name, tensor in tensors.items()}
 
 
@@ -90,10 +92,13 @@ def _host_copy(tensor: Tensor) -> Tensor:
     if tensor.device.type != "cuda":
         return tensor.to("cpu", copy=True).contiguous()
     copy = torch.empty_like(tensor, device="cpu", pin_memory=True, memory_format=torch.contiguous_format)
-    ends: Any = copy, tensor
-    here, there = (end.to_local() if hasattr(end, "to_local") else end for end in ends)  # this rank's part of each
-    here.copy_(there, non_blocking=True)
+    _local(copy).copy_(_local(tensor), non_blocking=True)
     return copy
+
+
+def _local(tensor: Any) -> Tensor:
+    """Return this rank's part of a tensor; all of it if it is not sharded."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def write_checkpoint(folder: Path, snapshot: Snapshot, group: Any = None) -> Path:
@@ -143,7 +148,9 @@ def _read(folder: Path, rank: int, world: int) -> Checkpoint:
         texts = {name.stem: read_json(folder / name) for name in names if name.suffix == ".json"}
         check_texts(texts, step)
         sets = {name.parts[0].removesuffix(".safetensors") for name in names if name.suffix == ".safetensors"}
-        return Checkpoint(folder, step, texts, {name: tensor_specs(place(folder, name)) for name in sorted(sets)})
+        return Checkpoint(
+            folder, step, texts, {name: tensor_specs(tensors_path(folder, name)) for name in sorted(sets)}
+        )
     except BrokenCheckpoint:
         raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, AssertionError) as error:
@@ -185,7 +192,7 @@ def check_parts(folder: Path, names: list[Path]) -> None:
 
 
 def check_file(path: Path, expected: FileFacts) -> None:
-    """BrokenCheckpoint unless the file is there with the size and checksum that the manifest states."""
+    """Raise BrokenCheckpoint unless the file is there with the size and checksum that the manifest states."""
     if not path.is_file():
         raise BrokenCheckpoint(f"{path} is missing or no plain file")
     if path.stat().st_size != expected.bytes:
@@ -252,10 +259,11 @@ def restore(
     for name, tensors in targets.items():
         if name not in found.specs:
             raise ValueError(f"{found.folder} has no {name}.safetensors, which this run needs")
-        check_same(found.specs[name], {key: Spec.of(t) for key, t in tensors.items()}, str(place(found.folder, name)))
+        ours = {key: Spec.of(t) for key, t in tensors.items()}
+        check_same(found.specs[name], ours, str(tensors_path(found.folder, name)))
     moments = optimizer_targets(found.specs.get("optimizer", {}), optimizer)
     for name, tensors in (targets | {"optimizer": moments}).items():
-        fill(place(found.folder, name), tensors, group)
+        fill(tensors_path(found.folder, name), tensors, group)
     check_moments(moments, found)
     parameters = named_parameters(optimizer)
     for key, value in moments.items():
@@ -264,10 +272,9 @@ def restore(
 
 
 def check_moments(moments: Tensors, found: Checkpoint) -> None:
-    """Raise ValueError for what no run of so many steps has: other numbers of updates, means of squares below zero."""
+    """Raise ValueError for moments that no run of so many steps has: too many updates, means of squares below zero."""
     for key, value in moments.items():
-        whole: Any = value
-        part = whole.to_local() if hasattr(whole, "to_local") else whole  # what this rank has of it
+        part = _local(value)
         if part.device.type != "cpu":
             continue  # reading it would wait; there, steps that are not finite are skipped and reported
         if key.endswith("/exp_avg_sq") and bool((part < 0).any()):

@@ -228,8 +228,7 @@ def check_path(path: Path) -> Path:
 
 
 def check_names(names: Iterable[str], where: Any) -> tuple[str, ...]:
-    """Return the names of classes; ValueError for one that cannot be written into a saved model, or that would do
-    something to the terminal on which it is shown."""
+    """Return the names of classes; ValueError for one that is not UTF-8 or has control characters of terminals."""
     known = tuple(names)
     for name in known:
         if _CONTROL.search(name):

@@ -23,8 +23,10 @@ def data_address(content: bytes, kind: str = "image/png") -> str:
 
 
 def thumbnail(pixels: Any, side: int, *, keep_pixels: bool = False) -> str:
-    """Return an image, made small, as the address of a JPEG; with `keep_pixels` a tiny one as that of a PNG, whose
-    pixels are seen as they are."""
+    """Return a small copy of an image as the data address of a JPEG.
+
+    With `keep_pixels` a tiny image becomes a PNG, whose pixels are shown as they are.
+    """
     small = Image.fromarray(pixels)
     small.thumbnail((side, side))
     buffer = io.BytesIO()

@@ -220,8 +220,10 @@ def build_empty(saved: SavedModel) -> Model:
 
 
 def check_weights(saved: SavedModel, model: nn.Module, weights: WeightFiles, rest: Collection[str]) -> dict[str, Spec]:
-    """Read types and shapes from the files. ValueError unless index, config.json and files agree on architecture,
-    names, shapes and types; `model` is on the meta device, so no memory is used yet."""
+    """Return types and shapes of the tensors. ValueError unless index, config.json and weight files agree on them.
+
+    `model` is on the meta device, so no memory is used yet.
+    """
     folder = saved.folder
     if len(saved.files) > 1:
         index = read_json(folder / INDEX)

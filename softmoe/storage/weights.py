@@ -149,8 +149,10 @@ def check_same(found: Mapping[str, Spec], expected: Mapping[str, Spec], where: s
 
 
 def check_finite(name: str, tensor: Tensor, where: Any) -> None:
-    """Raise a ValueError if the tensor holds NaN or infinity, in one pass without a copy: a finite sum has finite
-    terms, and only another sum needs a second look."""
+    """Raise a ValueError if the tensor holds NaN or infinity.
+
+    That takes one pass and no copy: a finite sum has finite terms, and only another sum needs a second pass.
+    """
     wide = torch.float32 if tensor.dtype.itemsize < 4 else tensor.dtype
     if not bool(tensor.sum(dtype=wide).isfinite()) and not bool(tensor.isfinite().all()):
         raise ValueError(f"{where}: {name} holds numbers that are not finite (NaN or infinity)")
@@ -217,7 +219,7 @@ def refuse_pickle(path: Path) -> None:
 
 
 def check_header(path: Path) -> None:
-    """OSError for what cannot be a safetensors file: a pipe, which would be waited for, or a header without bounds.
+    """Raise OSError for a file that cannot be safetensors: a pipe, which would block, or a header without bounds.
 
     ValueError for a header that names a tensor twice, of which safetensors would take the last without a word.
     """

@@ -39,7 +39,7 @@ EXAMPLES = 2500
 
 @dataclass(frozen=True)
 class Store:
-    """The jobs of a folder: result.json is written when a job is done, and read ever after."""
+    """The jobs of a folder. A job's result.json is written when it is done, and read from then on."""
 
     out: Path
     transfer: str | None = None
@@ -63,7 +63,7 @@ class Store:
         return self.transfer is not None and job.has_features
 
     def work(self, job: Job) -> dict[str, float]:
-        """Do what is missing of a job, and keep it."""
+        """Do what is missing of a job, write it to its result.json, and return its numbers."""
         folder = self.folder(job)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "result.json"
@@ -87,9 +87,7 @@ class Store:
 
 
 def shot_accuracy(run: Path, data: str) -> float:
-    """Return the 10-shot accuracy in percent: the mean over three draws of ten images a class, the penalty chosen
-    without the test images.
-    """
+    """Return the 10-shot accuracy in percent: the mean over three draws, the penalty chosen without test images."""
     from softmoe.evaluate.api import fewshot
 
     report = fewshot(run, [data], shots=(SHOTS,), seeds=3, train_examples=EXAMPLES, test_examples=5000, cache=False)
@@ -105,7 +103,7 @@ def insert_after(numbers: dict[str, Any], key: str, name: str, value: float) -> 
 
 @dataclass(frozen=True)
 class Done:
-    """The end of a study: its table, claims, files and failures."""
+    """The outcome of a study: its table, claims, files and failures."""
 
     table: Table
     claims: list[Claim] = field(default_factory=list)
@@ -115,7 +113,7 @@ class Done:
 
 
 def lab_and_store(options: Study) -> tuple[Lab, Store]:
-    """Set up both for a study; ValueError for numbers below one."""
+    """Make the lab and the store of a study; ValueError for options below one."""
     for name in ("seeds", "jobs", "steps", "slots"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -141,8 +139,11 @@ def estimates(studies: list[ModuleType], options: Study) -> list["Estimate"]:
 def run_study(
     study: ModuleType, lab: Lab, store: Store, options: Study = ALL, *, verdict: bool = True, say: Say = print
 ) -> Done:
-    """Run a study to its verdict. With `options.collect` or `only`, table, figure and verdict are those of what is
-    done. Without `verdict` there is only the table, for runs that are too short to mean anything."""
+    """Run a study and write its table, figure and verdict.
+
+    With `options.collect` or `only` they are those of the jobs that are done. Without `verdict` only the table is
+    written, for runs that are too short to mean anything.
+    """
     cells = list(study.cells(lab))
     folder = store.out / name_of(study)
     pending = [] if options.collect else unfinished(chosen(cells, options.only), store)
@@ -308,13 +309,13 @@ class Estimate:
 def estimate(study: ModuleType, lab: Lab, store: Store, only: Sequence[str] = ()) -> Estimate:
     cells = list(study.cells(lab))
     pending = unfinished(chosen(cells, only), store)
-    rate = measured_rate(store, lab, cells)
+    rate = measured_rate(store, cells)
     return Estimate(
         name_of(study), len(cells), len(pending), sum(job.flops() for job in pending), rate or assumed(), bool(rate)
     )
 
 
-def measured_rate(store: Store, lab: Lab, cells: list) -> float | None:
+def measured_rate(store: Store, cells: list[Cell]) -> float | None:
     """Return the FLOPs a second of the finished runs among the cells."""
     rows = [row.numbers for row in store.table(cells) if row.numbers.get("seconds")]
     return sum(r["tflops"] * 1e12 for r in rows) / sum(r["seconds"] for r in rows) if rows else None

@@ -1,5 +1,4 @@
-"""Define the jobs of which studies are made, each known by a hash of what decides its outcome, so that studies share
-them.
+"""Define the jobs of studies. A job is known by a hash of its settings, so that studies share equal jobs.
 
     Training      a run of the loop
     Branch        the cooldown of another run from one of its checkpoints
@@ -28,14 +27,14 @@ from softmoe.train.log import read_metrics
 from softmoe.transfer import branch
 
 COUNTS = ("data.val", "data.val_split", "evaluation.examples", "checkpoint.keep_every")
-"""Free to change in a run, but not in a result: what it is judged by, and what can be branched from it."""
+"""Settings that a run may change when it goes on, but that make another result."""
 ACCURACIES = ("top1", "top5", "image_to_text", "text_to_image")
 HEALTH = ("drop_rate", "max_dispatch", "max_combine", "scale")
 LAST = 5  # lines of metrics over which the end of training is averaged
 
 
 class Stopped(Exception):
-    """A signal ended the job early; it continues when it is asked for again."""
+    """Raised if a signal ended the job early; it continues when it is run again."""
 
 
 class Job(Protocol):
@@ -71,7 +70,7 @@ class Training:
         return None
 
     def identity(self) -> dict[str, Any]:
-        return {"train": deciding(self.config)}
+        return {"train": decisive_settings(self.config)}
 
     @property
     def has_features(self) -> bool:
@@ -125,7 +124,7 @@ class Finetuning:
         return replace(self.config, model=replace(self.parent.config.model, new_head=True))
 
     def identity(self) -> dict[str, Any]:
-        return {"finetune": key_of(self.parent), "train": deciding(self.shaped)}
+        return {"finetune": key_of(self.parent), "train": decisive_settings(self.shaped)}
 
     def flops(self) -> float:
         return Training(self.shaped).flops()
@@ -216,8 +215,8 @@ def health(rows: list[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
-def deciding(config: TrainConfig) -> dict[str, Any]:
-    """Pick the settings that can change a result, where they are not the usual ones: a new setting makes no new run."""
+def decisive_settings(config: TrainConfig) -> dict[str, Any]:
+    """Return the settings that can change a result and differ from the defaults: a new setting makes no new job."""
     usual = flatten(TrainConfig().to_dict()) | {"model.weights": config.model.weights}  # which its parent decides
     kept = {key: value for key, value in flatten(config.to_dict()).items() if value != usual.get(key)}
     return {key: value for key, value in kept.items() if key in COUNTS or not any(matches(key, rule) for rule in FREE)}

@@ -21,7 +21,6 @@ from softmoe.data import (
     Source,
     Tokenizer,
     Transform,
-    TransformConfig,
     batches_on_device,
     captions_of,
     evaluation_batches,
@@ -46,8 +45,7 @@ Extract = Callable[[VisionTransformer, Source, Transform], Any]
 
 
 def open_sources(config: TrainConfig) -> tuple[Source, Source]:
-    """Return the training and the validation images of a run. ValueError if they are not of the same classes, or are
-    the same images."""
+    """Return the training and the validation images of a run. ValueError if they cannot be used together."""
     d = config.data
     train, val = open_source(d.train, d.train_split), open_source(d.val or d.train, d.val_split)
     if tuple(train.classes) != tuple(val.classes):
@@ -80,9 +78,9 @@ class Data:
     world: int = 1
     rank: int = 0
     tokenizer: Tokenizer | None = None
-    """Of a text tower."""
+    """The tokenizer of the text tower, if there is one."""
     captions: bool = True
-    """Whether batches have them."""
+    """Whether batches have captions."""
     device: torch.device = CPU
     """Where batches go: to another one than the CPU they leave the workers raw (softmoe.data.feed)."""
 
@@ -116,11 +114,11 @@ class Data:
 
     @property
     def eval_share(self) -> int:
-        """Images of this rank in each batch of an evaluation; the last may have fewer."""
+        """The number of images of this rank in each batch of an evaluation; the last may have fewer."""
         return -(-self.config.data.eval_batch_size // self.world)
 
     def validation(self) -> Iterator[Batch]:
-        """This rank's share. Of many, all have the same number of batches, but a batch may be empty."""
+        """Yield this rank's share of the validation batches. All ranks have equally many; a batch may be empty."""
         d, examples = self.config.data, self.config.evaluation.examples
         size = self.eval_share * self.world
         buffers = buffers_of(d, self.eval_share, self.device.type)
@@ -141,7 +139,7 @@ class Data:
         return batches_on_device(batches, self.device)
 
     def feed(self, batches: Iterable[Batch], device: torch.device) -> Feed:
-        """Training batches on the device, one ahead. Labels are looked at here, where nobody has to wait for that."""
+        """Bring training batches to the device, one ahead. Labels are checked while they are still on the CPU."""
         classes = len(self.train.classes)
         outputs = self.config.model.num_classes or classes
 
@@ -155,7 +153,7 @@ class Data:
 
 
 def buffers_of(d: DataSection, images: int, device: str) -> Buffers:
-    """Return how batches of so many images wait for a device of this type."""
+    """Return how many workers make batches of so many images for this type of device, and how many batches may wait."""
     height, width = d.transform.size
     image_bytes = 3 * height * width * (4 if device == "cpu" else 1)
     workers = workers_for(device) if d.workers == "auto" else d.workers
@@ -178,7 +176,7 @@ def share_of_first(batches: Iterable[Batch], examples: int, size: int) -> Iterat
 
 
 def slice_batch(batch: Any, start: int, stop: int) -> Any:
-    """Rows start..stop of everything in the batch that has a row per image."""
+    """Return the images from start to stop of a batch, with everything else that it has for each image."""
     rows = len(batch.images)
     cut = {
         f.name: value[start:stop]
@@ -209,18 +207,15 @@ def prepare_tokenizer(config: TrainConfig, folder: Path, source: Source, team: T
 
 
 def can_keep_features(config: TrainConfig, images: int) -> bool:
-    """Tell if the locked tower sees each image always alike, and at least once on average."""
+    """Tell if the locked tower sees each image without random changes, and at least once on average."""
     t = config.data.transform
-    return config.model.locked and not is_random(t) and images <= config.steps * config.data.batch_size
-
-
-def is_random(t: TransformConfig) -> bool:
-    return t.crop in ("inception", "pad_crop") or t.flip or t.rand_layers > 0 or t.erase > 0
+    is_random = t.crop in ("inception", "pad_crop") or t.flip or t.rand_layers > 0 or t.erase > 0
+    return config.model.locked and not is_random and images <= config.steps * config.data.batch_size
 
 
 @dataclass(frozen=True)
 class FeatureData(Data):
-    """Batches in which the locked tower's features (B, D) stand where the images were."""
+    """Data whose batches have the locked tower's features (B, D) in place of images."""
 
     train_features: Any = None
     val_features: Any = None
@@ -241,7 +236,7 @@ class FeatureData(Data):
 
 
 class FeatureLoader:
-    """Yields batches by step, for ever, as softmoe.data.Loader does."""
+    """Yields batches of features by step, without end, as softmoe.data.Loader does batches of images."""
 
     def __init__(self, source: Source, features: Any, config: TrainConfig):
         self.source, self.features, self.config = source, features, config

@@ -29,7 +29,7 @@ LOST = ("gloo", "timed out", "timeout", "connection closed", "connection reset",
 
 
 class PeerLost(OSError):
-    """Another process ended, or did not come to where all meet."""
+    """Raised if another process ended, or did not take part in an exchange in time."""
 
 
 @dataclass
@@ -40,16 +40,17 @@ class Team:
     world: int = 1
     mesh: Any = None
     group: Any = None
-    """For small talk on the CPU, and for saves in the background: their own groups, not the one that trains."""
+    """A group for small messages on the CPU; gradients have another."""
     saving: Any = None
+    """A group for saves in the background."""
 
     @property
     def leads(self) -> bool:
         return self.rank == 0
 
     @property
-    def place(self) -> int | None:
-        """The number of this process on its machine."""
+    def local_rank(self) -> int | None:
+        """The number of this process on its machine; None for one process alone."""
         return int(os.environ.get("LOCAL_RANK", self.rank)) if self.world > 1 else None
 
     @property
@@ -84,8 +85,10 @@ class Team:
     def spread(
         self, make: Callable[[], VisionTransformer | TwoTower], dtype: torch.dtype | None = None, compile: bool = False
     ) -> VisionTransformer | TwoTower:
-        """Spread the model that `make` builds over all processes; none of them ever holds it whole. Weights are sent in
-        `dtype`."""
+        """Spread the model that `make` builds over all processes; none of them ever holds it whole.
+
+        Weights are sent in `dtype`.
+        """
         if self.world == 1:
             return make()
         from softmoe import parallel
@@ -103,7 +106,7 @@ class Team:
             parallel.reduce_gradients(model, self.mesh, now)
 
     def clip(self, gradients: list[Tensor], max_norm: float | None) -> Tensor:
-        """Scale the gradients by the norm of the whole, wherever its parts are."""
+        """Clip the gradients by their joint norm over all processes, and return the norm before."""
         return clip_by_global_norm(gradients, max_norm, total_norm if self.world == 1 else global_norm)
 
     def mean(self, values: Tensor) -> Tensor:
@@ -113,8 +116,10 @@ class Team:
         return values / self.world
 
     def ask(self, signal: Callable[[], Signals | None], failure: Exception | None = None) -> Answer:
-        """Ask all processes, while the step is computed, whether to stop after it: for a signal, or because a process
-        has no batch for the next one. The answer is the same everywhere."""
+        """Ask all processes, while the step is computed, whether to stop after it; all get the same answer.
+
+        They stop for a signal, or because a process has no batch for the next step.
+        """
         if self.world == 1:
             return lambda: (signal(), failure)
         flags = torch.tensor([int(signal() or 0), int(failure is not None)])
@@ -142,15 +147,19 @@ class Team:
 
 
 def fresh_store(patience: timedelta) -> Store:
-    """torchrun's store, but a part of it that this start has for itself: after a restart the addresses of the killed
-    processes are still in it, and who is quick would call those."""
+    """Return a part of torchrun's store that belongs to this start alone.
+
+    After a restart the addresses of killed processes are still in the store, and a quick process would call those.
+    """
     store, _, _ = next(iter(rendezvous("env://", timeout=patience)))
     return PrefixStore(f"softmoe/start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def missing_ranks(rank: int, world: int, seconds: float) -> list[int]:
-    """List the ranks that are not there where all wait for each other. The store is asked, which works when all else is
-    broken; nobody is named if it does not."""
+    """List the ranks that do not answer through the store, which works when other connections are broken.
+
+    The list is empty if the store does not work either.
+    """
     names = [f"lost/{other}" for other in range(world)]
     try:
         store = dist.distributed_c10d._get_default_store()

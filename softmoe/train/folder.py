@@ -248,7 +248,7 @@ def join_parts(
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run. `rows` are the lines of metrics.jsonl, those of training and of evaluations, in order."""
+    """What a run left behind. `rows` are the lines of metrics.jsonl, of training and of evaluations, in order."""
 
     name: str
     folder: Path
@@ -284,7 +284,7 @@ class RunRecord:
 
 
 def load_run(folder: Path | str) -> RunRecord:
-    """Read what a run left behind; ValueError for a folder that is none of a run."""
+    """Read what a run left behind; ValueError for a folder that is not a run's."""
     folder = Path(folder)
     settings, metrics = folder / "config.json", folder / "metrics.jsonl"
     for path in (settings, metrics):

@@ -38,7 +38,7 @@ from softmoe.train.step import count_pending_step, train_step
 
 @dataclass(frozen=True)
 class Result:
-    """The end of a run. `signal` is the number of the signal that stopped it, or None if it finished."""
+    """The outcome of a run. `signal` is the number of the signal that stopped it, or None if it finished."""
 
     folder: RunFolder
     step: int
@@ -52,7 +52,7 @@ class Result:
 
 
 class StopRequest:
-    """SIGTERM and SIGINT ask the run to stop after the step it is in; a second one stops at once.
+    """Lets SIGTERM and SIGINT stop a run after the step it is in; a second signal stops it at once.
 
     `with StopRequest() as stop:` then look at `stop.signal` between steps (None while nobody asked).
     """
@@ -153,7 +153,7 @@ def run_steps(run: Run, stop: StopRequest) -> None:
 
 
 def out_of_patience(run: Run) -> bool:
-    """Tell if the evaluations have found nothing better for as long as the run is patient."""
+    """Tell if the last `evaluation.patience` evaluations were not better than the best before them."""
     patience = run.config.evaluation.patience
     if patience is None or run.done.stale < patience:
         return False
@@ -187,7 +187,7 @@ def after_step(run: Run, clock: Clock, *, log_now: bool) -> None:
 
 
 def resume(run: Run) -> None:
-    """Continue from the newest whole checkpoint, or begin. ValueError if the folder holds another run."""
+    """Continue from the newest whole checkpoint, or start. ValueError if the folder holds another run."""
     stored, facts = run.folder.stored(), run.facts()
     found = run.store.latest()
     step = found.step if found else 0

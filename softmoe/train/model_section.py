@@ -79,7 +79,7 @@ class ModelSection:
     the other settings of the model: model.top_k."""
 
     def resolve(self, num_classes: int | None, image_size: int | tuple[int, int]) -> ViTConfig:
-        """Return the model itself, for data of this many classes and this size."""
+        """Return the model's configuration, for data of this many classes and this size."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_SHAPE}
         overrides = {key: value for key, value in given.items() if value is not None}
         for_experts = {key: overrides.pop(key) for key in ("num_experts", *LAYER_OPTIONS) if key in overrides}
@@ -117,7 +117,7 @@ class ModelSection:
 
     @property
     def router_name(self) -> str:
-        """The name that `router` gives, or else that of the model; dense without experts."""
+        """The router's name, from `router` or else from the model's name; dense without experts."""
         if self.router is not None:
             return self.router
         moe = model_config(self.name).moe
@@ -169,9 +169,9 @@ class TextSection:
     embed_dim: int | None = None
     """Width of the common space, with a projection of the images too; None is the image tower's own."""
     scale_init: float = 10.0
-    """First factor of the cosines between images and texts."""
+    """Initial factor of the cosines between images and texts."""
     bias_init: float | None = -10.0
-    """First number added to the logits of the sigmoid loss; None is none."""
+    """Initial bias of the logits of the sigmoid loss; None is no bias."""
 
     def resolve(self, image: ViTConfig, vocab_size: int, end_token: int = 1) -> TwoTowerConfig:
         assert self.size is not None

@@ -52,8 +52,10 @@ def make_optimizer(
 
 
 def make_sgd(groups: list[dict], momentum: float) -> torch.optim.Optimizer:
-    """SGD; on a GPU by the fused update, which can be told on the device to skip a step. Its memory begins at zero, as
-    if the first step were any other: one that is skipped leaves it so."""
+    """Make SGD; on a GPU with the fused update, which a flag on the device can tell to skip a step.
+
+    There its momentum buffers begin at zero, so that a first step that is skipped leaves them so.
+    """
     on_gpu = groups[0]["params"][0].device.type == "cuda"
     optimizer = torch.optim.SGD(groups, lr=0.0, momentum=momentum, fused=True if on_gpu else None)
     if on_gpu and momentum:
@@ -102,14 +104,15 @@ def parameter_groups(
         group["names"].append(name)
     for pattern, _ in (*config.decay_patterns, *config.lr_patterns):
         if pattern not in used:
-            raise ValueError(f"the pattern {pattern!r} matches no parameter; names look like {', '.join(_some(model))}")
+            some = ", ".join((names[0], names[len(names) // 2], names[-1]))
+            raise ValueError(f"the pattern {pattern!r} matches no parameter; names look like {some}")
     if not groups:
         raise ValueError("optim.lr_patterns freezes every parameter, so there is nothing to train")
     return list(groups.values())
 
 
 def is_frozen(name: str, blocks: int) -> bool:
-    """Tell if a parameter is in the first so many blocks or before them; of 0 blocks none is."""
+    """Tell if a parameter is in the first so many blocks or before them; with 0 blocks none is."""
     match = BLOCK.match(name)
     return int(match[1]) < blocks if match else blocks > 0 and BELOW.match(name) is not None
 
@@ -142,13 +145,8 @@ def gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
-def _some(model: nn.Module) -> list[str]:
-    names = [name for name, _ in model.named_parameters()]
-    return [names[0], names[len(names) // 2], names[-1]]
-
-
 def make_schedule(config: ScheduleSection, steps: int) -> Schedule:
-    """rate(step) for a run of `steps` updates; 0 from the end of a cooldown on."""
+    """Return the learning rate as a function of the step, for a run of `steps` updates; 0 after a cooldown."""
     base = _before_cooldown(config, config.decay_steps or steps)
     start, cooldown = steps - config.cooldown, config.cooldown
 

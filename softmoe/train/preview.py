@@ -51,7 +51,7 @@ def fit(config: TrainConfig, recipe: TrainConfig, given: Collection[str] = ()) -
 
 
 def shorter(config: TrainConfig, share: float) -> dict[str, int | None]:
-    """Return the settings, by key, of a run that is this share of its recipe."""
+    """Return the settings, by key, that follow the length of a run which is this share of its recipe's."""
     s, quarter = config.schedule, -(-config.steps // EVALUATIONS)
     every = config.evaluation.every
     return {
@@ -108,7 +108,7 @@ def preview(config: TrainConfig) -> str:
             "data",
             f"  {len(source):,} training images of {len(source.classes)} classes; {seen}",
             f"  {len(held_out):,} validation images, of which {checked:,} are evaluated",
-            f"  {waiting(config)}",
+            f"  {buffer_line(config)}",
             *(f"  {remark}" for remark in remarks(config, shape, source)),
             "cost",
             *lines,
@@ -131,7 +131,7 @@ def learned_names(config: TrainConfig, shape: ViTConfig | TwoTowerConfig) -> lis
 
 
 def remarks(config: TrainConfig, shape: ViTConfig, source: Source) -> list[str]:
-    """Return a sentence for each setting that works and is hardly meant."""
+    """Return a sentence for each setting that works but is probably a mistake."""
     said = []
     sides, patch = config.data.transform.size, shape.patch_size
     if any(side % patch for side in sides):
@@ -143,7 +143,7 @@ def remarks(config: TrainConfig, shape: ViTConfig, source: Source) -> list[str]:
     return said
 
 
-def waiting(config: TrainConfig) -> str:
+def buffer_line(config: TrainConfig) -> str:
     """Say how much memory the batches that wait for the device take at most."""
     b = buffers_of(config.data, config.data.batch_size, "cuda" if on_cuda(config) else "cpu")
     kind = "pinned uint8" if on_cuda(config) else "float32"
@@ -164,7 +164,7 @@ def on_cuda(config: TrainConfig) -> bool:
 
 
 def has_bfloat16(config: TrainConfig) -> bool:
-    """Tell if the run would be on a GPU with products of bfloat16; one that is not here is taken to have them."""
+    """Tell if the run would be on a GPU with products of bfloat16; a GPU of another machine is assumed to have them."""
     import torch
 
     there = torch.cuda.is_available()

@@ -17,7 +17,7 @@ LONG = 1800.0  # seconds; a run that will take longer says so as soon as its spe
 
 
 class Diverged(ValueError):
-    """Loss or gradient were not finite for too many steps in a row."""
+    """Raised if loss or gradient were not finite for too many steps in a row."""
 
 
 def show_progress(run: Run, clock: Clock) -> None:
@@ -99,14 +99,14 @@ def write_metrics(run: Run, record: dict[str, Any]) -> None:
         sink.write(run.done.step, numbers)
 
 
-def entry(key: str, numbers: dict[str, float]) -> dict[str, Any]:
-    """Return the number of this name and, if there is one, the loss of the same evaluator, for `rank`."""
+def best_entry(key: str, numbers: dict[str, float]) -> dict[str, Any]:
+    """Return the number of this name and, if there is one, the loss of the same evaluator, for `sort_key`."""
     loss = f"{key.rpartition('/')[0]}/loss"
     return {"name": key, "value": numbers[key]} | ({"loss": numbers[loss]} if loss in numbers else {})
 
 
-def rank(found: dict[str, Any]) -> tuple[float, float]:
-    """Return what orders evaluations: the number, then the loss, since with few images many have the same accuracy."""
+def sort_key(found: dict[str, Any]) -> tuple[float, float]:
+    """Order evaluations by the number, then by the loss: with few images many have the same accuracy."""
     return found["value"], -found.get("loss", 0.0)
 
 
@@ -130,8 +130,8 @@ def evaluate(run: Run) -> bool:
     write_metrics(run, {"step": done.step, **numbers, **run.totals()})
     if not run.progress.quiet:
         run.progress.report(f"step {done.step}: " + ", ".join(f"{n} {value:.4f}" for n, value in numbers.items()))
-    found = {"step": done.step} | entry(key, numbers)
-    improved = not done.bad_in_a_row and (done.best is None or rank(found) > rank(done.best))
+    found = {"step": done.step} | best_entry(key, numbers)
+    improved = not done.bad_in_a_row and (done.best is None or sort_key(found) > sort_key(done.best))
     done.stale = 0 if improved else done.stale + 1
     if improved:
         done.best = found

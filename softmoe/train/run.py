@@ -226,7 +226,7 @@ def build(
         torch.set_num_threads(config.threads)
     if config.deterministic:
         make_deterministic()
-    device = choose_device(config.device, team.place)
+    device = choose_device(config.device, team.local_rank)
     autocast = choose_precision(config.precision, device, progress.report)
     ours = objective is None and evaluators is None  # which read captions only where there is a text tower
     data = Data.open(config, team.world, team.rank, captions=config.text.size is not None or not ours, device=device)
@@ -330,7 +330,7 @@ def random_seed(*parts: Any) -> int:
 
 
 def starts_anew(weights: str, new_head: bool | None, classes: tuple[str, ...]) -> bool:
-    """Tell if the head starts anew: if that is not given, unless it was saved for these very classes."""
+    """Tell if the head starts anew. If the settings do not say so, it does unless it was saved for these classes."""
     if new_head is not None:
         return new_head
     saved = open_saved(weights) if locate(split_options(weights)[0]) is None else None  # None: others' weights

@@ -40,7 +40,7 @@ from softmoe.train.evaluation import classify
 from softmoe.train.folder import RunFolder, write_model
 from softmoe.train.log import MetricsFile
 from softmoe.train.loop import Result
-from softmoe.train.reporting import entry, rank
+from softmoe.train.reporting import best_entry, sort_key
 
 ADAPTER_RATE = 5.0
 """Times the rate of a whole model: only new weights learn, and none that was trained can be lost."""
@@ -53,7 +53,7 @@ def transfer_config(
     image_size: int | tuple[int, int] | None = None,
     adapters: bool = False,
 ) -> TrainConfig:
-    """`config` with the shape and the weights of a saved model, for images of this size (None: the model's).
+    """Return `config` with the shape and weights of a saved model, for images of this size (None: the model's own).
 
     With `adapters` all weights stay as they are but the head and experts beside the MLPs, which are added to a model
     that has none: 16 of hidden width D / 32 in half of the blocks, fewer than 5 % of the weights of a ViT.
@@ -74,7 +74,7 @@ def transfer_config(
 
 
 def check_base(weights: str | Path, shape: ViTConfig) -> None:
-    """ValueError for what adapters cannot name as their base: others' weights, or adapters."""
+    """Raise ValueError for weights that adapters cannot name as their base: others' weights, or adapters."""
     if locate(split_options(str(weights))[0]) is not None:
         raise ValueError(
             f"adapters are saved beside the name of a saved model, and {weights} has others' weights: make a "
@@ -98,7 +98,10 @@ def adapter_dim(shape: ViTConfig) -> int:
 
 
 def locked_config(config: TrainConfig, image: str | Path) -> TrainConfig:
-    """`config`, a recipe with a text tower, for the image tower of a saved model, and images as that was saved with."""
+    """Return `config`, a recipe with a text tower, with a saved model as its locked image tower.
+
+    Images are prepared as the saved model says.
+    """
     if config.text.size is None:
         raise ValueError("--image is for recipes with a text tower, such as lit; softmoe finetune starts from a model")
     config = transfer_config(config, image)
@@ -111,7 +114,7 @@ def locked_config(config: TrainConfig, image: str | Path) -> TrainConfig:
 
 
 def section_of(shape: ViTConfig) -> ModelSection:
-    """The settings that resolve to `shape`, whatever the number of classes and the image size of the data."""
+    """Return settings that resolve to `shape`, with the number of classes and the image size of the data."""
     sizes = (shape.width, shape.depth, shape.mlp_dim, shape.heads)
     letter = next((letter for letter, known in SIZES.items() if known == sizes), "s")
     given = {f.name: getattr(shape, f.name) for f in fields(ViTConfig)}
@@ -159,7 +162,7 @@ def refit_head(run: RunFolder, report: Callable[[str], None] = print) -> dict[st
     numbers = {
         f"val/{name}": value for name, value in classify(model, data.validation(), config.objective.loss).items()
     }
-    better = rank(entry("val/top1", numbers)) > rank(entry("val/top1", before))
+    better = sort_key(best_entry("val/top1", numbers)) > sort_key(best_entry("val/top1", before))
     said = (
         f"head in closed form on {len(features)} training images: top-1 {numbers['val/top1']:.4f} and loss "
         f"{numbers['val/loss']:.4f} on validation images, the trained one {before['val/top1']:.4f} and "
@@ -181,7 +184,7 @@ def spread_blocks(depth: int) -> tuple[int, ...]:
 
 
 def widen_head(model: VisionTransformer, blocks: tuple[int, ...]) -> None:
-    """Give the model a new head, which sees these blocks too."""
+    """Give the model a new head that also gets the outputs of these blocks."""
     model.config = replace(model.config, head_blocks=blocks)
     model.reset_classifier(model.num_classes)
 
@@ -232,7 +235,7 @@ def branch(checkpoint: Path | str, cooldown: int, run_name: str | None = None, r
 def plan_branch(
     checkpoint: Path | str, cooldown: int, run_name: str | None = None, runs: str | None = None
 ) -> TrainConfig:
-    """The settings of a branch, without making it."""
+    """Return the settings of a branch, without making it."""
     checkpoint = Path(checkpoint).resolve()
     source = run_of(checkpoint)
     stored = source.stored()
@@ -268,7 +271,7 @@ def branch_config(old: TrainConfig, step: int, cooldown: int, run_name: str, run
 
 
 def link_or_copy(source: str, target: str) -> None:
-    """Make a hard link where the file system has them: checkpoints are never changed in place."""
+    """Make a hard link if the file system has them, else a copy: checkpoints are never changed in place."""
     try:
         os.link(source, target)
     except OSError:

@@ -132,8 +132,10 @@ def upcycle_(
 
 
 class AnyLayout(nn.Module):
-    """Gives an MoE layer its tokens as (B, M, D), however the model around it keeps them: (B, D), (B, M, D), (M, B, D)
-    with `tokens_first`, or (B, rows, columns, D)."""
+    """Gives an MoE layer its tokens as (B, M, D), whatever the layout of the model around it.
+
+    That may be (B, D), (B, M, D), (M, B, D) with `tokens_first`, or (B, rows, columns, D).
+    """
 
     def __init__(self, layer: MoE, tokens_first: bool = False):
         super().__init__()
@@ -257,8 +259,10 @@ def macs_of(mlp: nn.Module, layer: MoE, tokens: int, rows: int) -> tuple[int, in
 
 
 def collect_tokens(model: nn.Module, names: Iterable[str], batches: list[Any]) -> dict[str, tuple[Tensor, bool]]:
-    """Collect the tokens (B, M, D) that reach each module, in batches of the first one's shape, and tell if tokens come
-    before images in its input."""
+    """Collect the tokens (B, M, D) that reach each module, and tell if its input has tokens before images.
+
+    Batches of another shape than the first are left out.
+    """
     caught: dict[str, list[Tensor]] = {name: [] for name in names}
     hooks = []
     for name, kept in caught.items():

@@ -1,2 +1,1 @@
-"""Triton kernels, each a small tiling of one product or one pass; they import triton, and nothing here is loaded
-before somebody asks for it."""
+"""Triton kernels, each a small tiling of one product or one pass; they import triton and are loaded when first used."""
