@@ -59,14 +59,14 @@ def step_times(config: TrainConfig, steps: int, rounds: int) -> tuple[Timing, Ti
         return (time.perf_counter() - begun) / steps
 
     seconds(iter(ready))  # warm-up
-    bare, batches_on_device = [], []
+    bare, with_data = [], []
     for _ in range(rounds):
         bare.append(seconds(iter(ready)))
         ahead = run.data.loader.workers * run.data.loader.prefetch
         list(islice(batches, ahead))  # drop the batches that were prepared meanwhile
-        batches_on_device.append(seconds(islice(batches, steps)))
+        with_data.append(seconds(islice(batches, steps)))
     run.close()
-    return summarize(bare), summarize(batches_on_device)
+    return summarize(bare), summarize(with_data)
 
 
 def bench_data(probes: Probes | None = None, *, seconds: float = 15.0) -> Iterator[Row]:

@@ -60,7 +60,7 @@ class Unsupported(Exception):
 
 
 @dataclass(frozen=True)
-class Place:
+class Setup:
     """The device on which the checks run, how long they may take, and a folder for runs."""
 
     device: torch.device
@@ -75,12 +75,12 @@ class Place:
 def selftest(device: torch.device, *, quick: bool = False) -> Iterator[Check]:
     """Run all checks, one after the other; an error in one is its result. `quick` takes seconds instead of minutes."""
     with tempfile.TemporaryDirectory(prefix="softmoe-selftest-") as folder:
-        place = Place(device, quick, Path(folder))
+        setup = Setup(device, quick, Path(folder))
         for name, check in CHECKS.items():
             begun = time.perf_counter()
             try:
                 with redirect_stderr(StringIO()):  # what runs tell of themselves
-                    state, said = "ok", check(place)
+                    state, said = "ok", check(setup)
             except Unsupported as error:
                 state, said = "not tested", str(error)
             except torch.OutOfMemoryError:
@@ -93,10 +93,10 @@ def selftest(device: torch.device, *, quick: bool = False) -> Iterator[Check]:
             yield Check(name, state, without_user(" ".join(said.split())), time.perf_counter() - begun, what)
 
 
-def routers(place: Place) -> str:
+def routers(setup: Setup) -> str:
     """Every router in float32 on the device against float64 on the CPU, outputs and gradients."""
-    choose_precision("exact", place.device)
-    errors = {name: _router_error(name, place.device) for name in ROUTERS}
+    choose_precision("exact", setup.device)
+    errors = {name: _router_error(name, setup.device) for name in ROUTERS}
     worst = max(errors, key=errors.__getitem__)
     return _at_most(errors[worst], 1e-3, f"{len(errors)} routers, the worst is {worst}")
 
@@ -118,52 +118,52 @@ def _outputs(layer: nn.Module, x: Tensor) -> list[Tensor]:
     return [t.detach().cpu().double() for t in (y, *gradients) if t is not None]
 
 
-def kernels(place: Place) -> str:
+def kernels(setup: Setup) -> str:
     """The Triton kernels on the device against float64 on the CPU: exact, in TF32 and in bfloat16."""
     try:
-        fastest.need_triton(nn.Linear(1, 1).to(place.device))
+        fastest.need_triton(nn.Linear(1, 1).to(setup.device))
     except Off as error:
         raise Unsupported(str(error)) from error
-    if old := fastest.too_old(place.device):
+    if old := fastest.too_old(setup.device):
         raise Unsupported(old.why)
     said = []
     limits: dict[Precision, float] = {"exact": 1e-4, "float32": 5e-3, "bfloat16": 3e-2}
     for precision, limit in limits.items():
-        found = fastest.kernel_errors(place.device, choose_precision(precision, place.device) or torch.float32)
+        found = fastest.kernel_errors(setup.device, choose_precision(precision, setup.device) or torch.float32)
         said += [_at_most(error, max(limit, 1e-2 * (name == "AdamW")), f"{name}, {precision}") for name, error in found]
     return "; ".join(said)
 
 
-def accelerations(place: Place) -> str:
+def accelerations(setup: Setup) -> str:
     """A model with all accelerations that this machine has, against the plain one in float64."""
     torch.manual_seed(0)
     model = create_model("soft_ti16_4e", image_size=32, num_classes=10, depth=2)
     nn.init.normal_(model.head.weight, std=0.1)  # pyright: ignore[reportArgumentType]  # zero at first
     images = torch.randn(8, 3, 32, 32)
     right = _outputs(model.double(), images.double())
-    model = model.float().to(place.device)
+    model = model.float().to(setup.device)
     report = accelerate.apply(model)
-    error = max(fastest.distance(a, b) for a, b in zip(_outputs(model, images.to(place.device)), right, strict=True))
-    return _at_most(error, 2e-2 if place.cuda else 1e-3, str(report))
+    error = max(fastest.distance(a, b) for a, b in zip(_outputs(model, images.to(setup.device)), right, strict=True))
+    return _at_most(error, 2e-2 if setup.cuda else 1e-3, str(report))
 
 
-def steps(place: Place) -> str:
+def steps(setup: Setup) -> str:
     """A run on one batch, again and again: the loss falls, and memory stays from the second quarter on."""
-    return _falls(place, 16 if place.quick else 100, "float32")
+    return _falls(setup, 16 if setup.quick else 100, "float32")
 
 
-def bfloat16(place: Place) -> str:
+def bfloat16(setup: Setup) -> str:
     """A run on one batch, again and again, with products in bfloat16."""
-    if choose_precision("bfloat16", place.device) is None:
+    if choose_precision("bfloat16", setup.device) is None:
         raise Unsupported("no working bfloat16 on this device")
-    return _falls(place, 16 if place.quick else 100, "bfloat16")
+    return _falls(setup, 16 if setup.quick else 100, "bfloat16")
 
 
-def waits(place: Place) -> str:
+def waits(setup: Setup) -> str:
     """Steps in which the host must not wait for the device: torch warns of every call that does."""
-    if not place.cuda:
+    if not setup.cuda:
         raise Unsupported("a processor is not waited for")
-    config = _config(place, "waits", 12, precision="auto")
+    config = _config(setup, "waits", 12, precision="auto")
     real, calls = make_objective(config.objective), []
 
     def objective(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -183,18 +183,18 @@ def waits(place: Place) -> str:
     return f"none in {config.steps - 5} steps"
 
 
-def compiled(place: Place) -> str:
+def compiled(setup: Setup) -> str:
     """A few steps under torch.compile."""
-    if place.quick:
+    if setup.quick:
         raise Unsupported("torch.compile takes too long for the quick form")
-    return _falls(place, 20, "float32", compile=True)
+    return _falls(setup, 20, "float32", compile=True)
 
 
-def _falls(place: Place, count: int, precision: Any, **changes: Any) -> str:
+def _falls(setup: Setup, count: int, precision: Any, **changes: Any) -> str:
     losses: list[float] = []
     memory: list[int] = []
     first_batch: list[Any] = []
-    config = _config(place, f"run-{precision}-{len(changes)}", count, precision=precision, **changes)
+    config = _config(setup, f"run-{precision}-{len(changes)}", count, precision=precision, **changes)
     real = make_objective(config.objective)
 
     def objective(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -202,7 +202,7 @@ def _falls(place: Place, count: int, precision: Any, **changes: Any) -> str:
             first_batch.append(batch)
         loss, numbers = real(model, first_batch[0])
         losses.append(loss.item())
-        memory.append(_memory(place))
+        memory.append(_memory(setup))
         return loss, numbers
 
     train(config, objective=objective)
@@ -218,9 +218,9 @@ def _falls(place: Place, count: int, precision: Any, **changes: Any) -> str:
     return f"{said}, {grown}"
 
 
-def resume(place: Place) -> str:
+def resume(setup: Setup) -> str:
     """A run that is broken off and taken up again ends as one that was not, with deterministic algorithms."""
-    whole, broken = (_config(place, name, 6, deterministic=True) for name in ("whole", "broken"))
+    whole, broken = (_config(setup, name, 6, deterministic=True) for name in ("whole", "broken"))
     real, calls = make_objective(broken.objective), []
 
     def objective(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -236,36 +236,36 @@ def resume(place: Place) -> str:
         train(broken)
     finally:
         torch.use_deterministic_algorithms(False)
-    ends = [from_pretrained(place.folder / name).state_dict().values() for name in ("whole", "broken")]
+    ends = [from_pretrained(setup.folder / name).state_dict().values() for name in ("whole", "broken")]
     if all(torch.equal(a, b) for a, b in zip(*ends, strict=True)):
         return "the same bits as without the break"
     error = max(fastest.distance(a.double(), b.double()) for a, b in zip(*ends, strict=True))
     return _at_most(error, 1e-3, "not the same bits")
 
 
-def devices(place: Place) -> str:
+def devices(setup: Setup) -> str:
     """Compare steps on all CUDA devices (as copies, as shards, with owned experts) with the same steps on one."""
-    count = torch.cuda.device_count() if place.cuda else 1
+    count = torch.cuda.device_count() if setup.cuda else 1
     if count < 2:
         raise Unsupported("one device is here, so nothing was spread over several")
-    return spread(place, count)
+    return spread(setup, count)
 
 
-def spread(place: Place, count: int) -> str:
+def spread(setup: Setup, count: int) -> str:
     """Compare the loss of `count` processes with that of one."""
-    one = _loss_of(place, "one", 1, count)
+    one = _loss_of(setup, "one", 1, count)
     ways = {"copies": [], "shards": ["--parallel.shard", str(count)]}
     if 16 % count == 0:
         ways["owned experts"] = ["--parallel.expert", str(count)]
-    losses = {way: _loss_of(place, way, count, count, *more) for way, more in ways.items()}
+    losses = {way: _loss_of(setup, way, count, count, *more) for way, more in ways.items()}
     said = [_at_most(abs(loss - one) / one, 1e-2, way) for way, loss in losses.items()]
     return f"4 steps on {count} devices, whose loss is {one:.3f} on one; {'; '.join(said)}"
 
 
-def _loss_of(place: Place, name: str, processes: int, largest: int, *more: str) -> float:
+def _loss_of(setup: Setup, name: str, processes: int, largest: int, *more: str) -> float:
     """Train a small model with 16 experts; the loss of its last steps. All have the same batches, whoever computes."""
     run = name.replace(" ", "-")
-    options = {"steps": 4, "runs": place.folder, "run-name": run, "precision": "float32", "device": place.device.type}
+    options = {"steps": 4, "runs": setup.folder, "run-name": run, "precision": "float32", "device": setup.device.type}
     options |= {"data.train": "shapes?size=32", "data.batch-size": 8 * largest}
     words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
@@ -276,19 +276,19 @@ def _loss_of(place: Place, name: str, processes: int, largest: int, *more: str) 
         raise CheckFailed(f"{name}, {processes} processes: not done after {PATIENCE} s") from error
     if done.returncode:
         raise CheckFailed(f"{name}, {processes} processes: " + " / ".join(done.stderr.strip().splitlines()[-3:]))
-    lines = read_metrics(place.folder / run / "metrics.jsonl")
+    lines = read_metrics(setup.folder / run / "metrics.jsonl")
     return [line["loss"] for line in lines if "loss" in line][-1]
 
 
-def throughput(place: Place) -> str:
+def throughput(setup: Setup) -> str:
     """A train step of a real model, as images a second and as a share of what the device can do."""
-    name, batch = ("soft_s16_16e", 64) if place.cuda else ("soft_ti16_4e", 2)
-    size = 224 if not place.quick else 64
-    precision = "bfloat16" if choose_precision("auto", place.device) else "float32"
-    with timed_on(str(place.device), "model", precision):
+    name, batch = ("soft_s16_16e", 64) if setup.cuda else ("soft_ti16_4e", 2)
+    size = 224 if not setup.quick else 64
+    precision = "bfloat16" if choose_precision("auto", setup.device) else "float32"
+    with timed_on(str(setup.device), "model", precision):
         model, images = create_model(name, image_size=size), torch.randn(batch, 3, size, size)
         step = train_step(Contender(model, images, None, accelerated=True))
-        timing = interleave({"step": step}, rounds=5 if place.quick else 15, seconds=20)["step"]
+        timing = interleave({"step": step}, rounds=5 if setup.quick else 15, seconds=20)["step"]
         roofline, price = measure_roofline(rounds=3), cost(model)
         least = roofline.seconds(*Work(batch * price.macs, price.params, images.numel()).train())
         memory = f", {allocated_by(step) / 1e9:.2f} GB beside weights and moments" if on_cuda() else ""
@@ -299,7 +299,7 @@ def throughput(place: Place) -> str:
     )
 
 
-CHECKS: dict[str, Callable[[Place], str]] = {
+CHECKS: dict[str, Callable[[Setup], str]] = {
     "routers": routers,
     "Triton kernels": kernels,
     "accelerations": accelerations,
@@ -313,10 +313,10 @@ CHECKS: dict[str, Callable[[Place], str]] = {
 }
 
 
-def _config(place: Place, name: str, count: int, **changes: Any) -> TrainConfig:
+def _config(setup: Setup, name: str, count: int, **changes: Any) -> TrainConfig:
     config = TrainConfig(
         run_name=name,
-        runs=str(place.folder),
+        runs=str(setup.folder),
         steps=count,
         model=ModelSection(name="soft_ti4_4e", width=32, depth=2, heads=2, mlp_dim=64, blocks=(1,)),
         data=DataSection(
@@ -329,15 +329,15 @@ def _config(place: Place, name: str, count: int, **changes: Any) -> TrainConfig:
         evaluation=EvaluationSection(every=count, examples=32),
         checkpoint=CheckpointSection(every=3 if count < 10 else count),
         log=LogSection(every=count, quiet=True),
-        device=str(place.device),
+        device=str(setup.device),
     )
     return replace(config, **changes)
 
 
-def _memory(place: Place) -> int:
+def _memory(setup: Setup) -> int:
     """Bytes taken from the CUDA allocator, or those of this process; 0 where nobody says."""
-    if place.cuda:
-        return torch.cuda.memory_allocated(place.device)
+    if setup.cuda:
+        return torch.cuda.memory_allocated(setup.device)
     try:
         return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:

@@ -10,7 +10,7 @@ import torch
 
 import softmoe
 from softmoe.bench import selftest as module
-from softmoe.bench.selftest import CheckFailed, Place, Unsupported
+from softmoe.bench.selftest import CheckFailed, Setup, Unsupported
 from softmoe.cli import main
 
 
@@ -50,30 +50,30 @@ def test_the_page_says_what_is_right_and_what_was_not_there(
 @pytest.mark.slow
 def test_many_processes_compute_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes of a CPU, as copies, as shards and with owned experts, have the loss of one; another is wrong."""
-    said = module.spread(Place(torch.device("cpu"), True, tmp_path), 2)
+    said = module.spread(Setup(torch.device("cpu"), True, tmp_path), 2)
     assert "4 steps on 2 devices" in said
     assert [part.split(":")[0] for part in said.split("; ")[1:]] == ["copies", "shards", "owned experts"]
-    monkeypatch.setattr(module, "_loss_of", lambda place, name, processes, *more: float(processes))
+    monkeypatch.setattr(module, "_loss_of", lambda setup, name, processes, *more: float(processes))
     with pytest.raises(CheckFailed, match="copies: off by 1"):
-        module.spread(Place(torch.device("cpu"), True, tmp_path), 2)
+        module.spread(Setup(torch.device("cpu"), True, tmp_path), 2)
 
 
 def test_what_is_wrong_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong check and one that ends in an error are WRONG, with the reason and exit code 1; others still run."""
 
-    def wrong(place: Place) -> str:
+    def wrong(setup: Setup) -> str:
         raise CheckFailed("off by 1e+00, more than 1e-03")
 
-    def broken(place: Place) -> str:
+    def broken(setup: Setup) -> str:
         raise RuntimeError(f"CUDA error: an illegal memory access in {tmp_path}/x")
 
-    def missing(place: Place) -> str:
+    def missing(setup: Setup) -> str:
         raise Unsupported("no second device")
 
-    def small(place: Place) -> str:
+    def small(setup: Setup) -> str:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    checks = {"a": wrong, "b": broken, "c": missing, "d": lambda place: "fine", "e": small}
+    checks = {"a": wrong, "b": broken, "c": missing, "d": lambda setup: "fine", "e": small}
     monkeypatch.setattr(module, "CHECKS", checks)
     page = tmp_path / "page.md"
     assert main(["selftest", "--device", "cpu", "--output", str(page)]) == 1
@@ -89,12 +89,12 @@ def test_what_is_wrong_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_wait_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the warnings that torch gives on CUDA those in the middle of a run count, with their lines; none is right."""
 
-    class AsIfCuda(Place):
+    class AsIfCuda(Setup):
         cuda = True  # pyright: ignore[reportAssignmentType,reportIncompatibleMethodOverride]
 
-    place, mode, told = AsIfCuda(torch.device("cpu"), True, tmp_path), ["default"], []
+    setup, mode, told = AsIfCuda(torch.device("cpu"), True, tmp_path), ["default"], []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda value: told.append(value) or mode.append(value))
-    assert module.waits(place) == "none in 7 steps"
+    assert module.waits(setup) == "none in 7 steps"
     assert (told.count("warn"), mode[-1]) == (7, "default")
     plain = module.make_objective
 
@@ -110,11 +110,11 @@ def test_a_wait_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(module, "make_objective", make_waiting)
     monkeypatch.setattr(module, "_config", partial(renamed, module._config))
     with pytest.raises(CheckFailed, match=r"waits at .*test_selftest.py:\d+ \(7 times\)"):
-        module.waits(place)
+        module.waits(setup)
 
 
-def renamed(config: Any, place: Place, name: str, *more: Any, **changes: Any) -> Any:
-    return config(place, f"{name}-again", *more, **changes)
+def renamed(config: Any, setup: Setup, name: str, *more: Any, **changes: Any) -> Any:
+    return config(setup, f"{name}-again", *more, **changes)
 
 
 def test_a_loss_that_does_not_fall_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,14 +122,14 @@ def test_a_loss_that_does_not_fall_is_wrong(tmp_path: Path, monkeypatch: pytest.
     from dataclasses import replace
 
     plain, grown = module._config, iter(range(0, 10**12, 10**9))
-    place = Place(torch.device("cpu"), True, tmp_path)
+    setup = Setup(torch.device("cpu"), True, tmp_path)
     monkeypatch.setattr(module, "_memory", lambda _: next(grown))
     with pytest.raises(CheckFailed, match="it grows"):
-        module.steps(place)
+        module.steps(setup)
     monkeypatch.setattr(
         module,
         "_config",
         lambda *a, **k: replace(c := plain(*a, **k), run_name="still", schedule=replace(c.schedule, peak=1e-9)),
     )
     with pytest.raises(CheckFailed, match="it does not fall"):
-        module.steps(place)
+        module.steps(setup)
