@@ -121,7 +121,7 @@ class GradientBuffers:
         free, busy = self._free[kind], self._busy[kind]
         while busy and (busy[0][1].done() or (not free and len(busy) >= MAX_IN_FLIGHT)):
             gradient, done = busy.popleft()
-            done.exception()  # waits; whoever started it raises it
+            done.exception()  # wait; an error is raised by whoever started the update
             free.append(gradient)
         self._handed_out[kind] += 1
         return free.pop() if free else torch.empty_like(like, memory_format=torch.contiguous_format)

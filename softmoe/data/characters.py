@@ -27,6 +27,7 @@ import numpy as np
 from softmoe.data import characters_glyphs as glyphs
 from softmoe.data.characters_glyphs import BYTES, CELL, FILLED, LEVELS, STARTS, Glyphs
 from softmoe.data.order import Dice, uniforms
+from softmoe.data.shapes_draw import as_column, pixel_centers
 from softmoe.data.shapes_scenes import with_article
 from softmoe.data.shapes_tables import noise_windows
 from softmoe.data.source import DrawnSource, Example, drawing_options, fingerprint
@@ -257,11 +258,11 @@ def draw(glyphs: Glyphs, scenes: Scenes, size: int) -> np.ndarray:
     planes[:] = _PAPERS[scenes.paper].T[:, :, None, None]
     for written in scenes.written:
         _write(planes, glyphs, written, size)
-    line = _line(size)
-    gain, across, up = (_column(column) for column in scenes.light.T)
+    line = pixel_centers(size)
+    gain, across, up = (as_column(column) for column in scenes.light.T)
     light = gain * (1 + across * line[None, None, :] - up * line[None, :, None])
     windows = noise_windows(size * size)
-    strength, start = _column(scenes.noise[:, 0]), scenes.noise[:, 1].astype(np.int64)
+    strength, start = as_column(scenes.noise[:, 0]), scenes.noise[:, 1].astype(np.int64)
     pictures = np.empty((count, size, size, 3), dtype=np.uint8)
     for k, plane in enumerate(planes):
         np.multiply(plane, light, out=plane)
@@ -280,7 +281,7 @@ def _write(planes: np.ndarray, glyphs: Glyphs, written: Written, size: int) -> N
         for middle in (written.x, -written.y)
     ]
     columns, rows = (start[:, None] + np.arange(side) for start in first)
-    inside, whose, cover = _cover(glyphs, written, _line(size)[columns], -_line(size)[rows], size)
+    inside, whose, cover = _cover(glyphs, written, pixel_centers(size)[columns], -pixel_centers(size)[rows], size)
     where = ((whose * size + rows.take(inside // side)) * size) + columns.take(whose * side + inside % side)
     for plane, shade in zip(planes.reshape(3, -1), _INKS.T, strict=True):
         there = plane.take(where)
@@ -305,8 +306,8 @@ def _cover(
     right = [(a - written.slant * b) / written.stretch for a, b in zip([across, down], up, strict=False)]
     right.append(-right[0] * written.x - right[1] * written.y)
     x, y = x[:, None, :], y[:, :, None]
-    u, v = (_column(a) * x + (_column(b) * y + _column(c)) for a, b, c in (right, up))
-    half = _column(sides * (FILLED / CELL / 2) + 0.5)
+    u, v = (as_column(a) * x + (as_column(b) * y + as_column(c)) for a, b, c in (right, up))
+    half = as_column(sides * (FILLED / CELL / 2) + 0.5)
     inside = np.flatnonzero((np.abs(u) < half) & (np.abs(v) < half))
     whose = inside // (u.shape[1] * u.shape[2])
     middle = (sides / 2 - 0.5).astype(np.float32).take(whose)
@@ -321,12 +322,3 @@ def _cover(
     upper += (right_of - upper) * u
     lower += (corner - lower) * u
     return inside, whose, (upper + (lower - upper) * v) * np.float32(1 / 255)
-
-
-def _line(size: int) -> np.ndarray:
-    """Return the places of the pixels of a row."""
-    return ((np.arange(size) + 0.5) / size * 2 - 1).astype(np.float32)
-
-
-def _column(values: np.ndarray) -> np.ndarray:
-    return values.astype(np.float32)[:, None, None]

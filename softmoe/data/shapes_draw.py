@@ -99,9 +99,9 @@ class _Canvas:
     def _distance(self, placed: Placed, x: np.ndarray, y: np.ndarray) -> np.ndarray:
         """Return the signed distance to the outline in pixels, at columns x and rows y."""
         u, v = _table_coordinates(frame(placed), x, y)
-        where = _column(placed.shape * CELLS * CELLS).astype(np.int32)
+        where = as_column(placed.shape * CELLS * CELLS).astype(np.int32)
         where = where + _clamped_cells(v) * CELLS + _clamped_cells(u)
-        return tables.distance_table().take(where) * _column(pixels_per_radius(placed, self.size))
+        return tables.distance_table().take(where) * as_column(pixels_per_radius(placed, self.size))
 
     def _shares(
         self,
@@ -125,14 +125,14 @@ class _Canvas:
         return share
 
     def _light_and_noise(self) -> None:
-        gain, across, up = (_column(column) for column in self.scenes.light.T)
+        gain, across, up = (as_column(column) for column in self.scenes.light.T)
         light = gain * (1 + across * self.line[None, None, :] - up * self.line[None, :, None])
         strength, start = self.scenes.noise.T
         windows = tables.noise_windows(self.size * self.size)
         for k, plane in enumerate(self.planes):
             grain = windows[(start.astype(np.int64) + k * 7919) % len(windows)].reshape(plane.shape)
             np.multiply(plane, light, out=plane)
-            grain *= _column(strength)
+            grain *= as_column(strength)
             np.add(plane, grain, out=plane)
             np.clip(plane, 0, 255, out=plane)
 
@@ -152,7 +152,8 @@ def rim_width(placed: Placed, size: int) -> np.ndarray:
     return (placed.radius * (size / 2 * 0.16)).astype(np.float32)
 
 
-def _column(values: np.ndarray) -> np.ndarray:
+def as_column(values: np.ndarray) -> np.ndarray:
+    """Return (b,) values as (b, 1, 1) float32, to be broadcast over pictures."""
     return values.astype(np.float32)[:, None, None]
 
 

@@ -50,7 +50,7 @@ def _polygon(points: list[tuple[float, float]]) -> Field:
 
 
 def _regular(sides: int, inner: float | None = None) -> Field:
-    """A regular polygon pointing up, or a star with its notches at radius `inner`."""
+    """Return the distance to a regular polygon pointing up, or to a star with its notches at radius `inner`."""
     radii = [1.0] * sides if inner is None else [1.0, inner] * sides
     angles = [np.pi / 2 + 2 * np.pi * k / len(radii) for k in range(len(radii))]
     return _polygon([(r * np.cos(a), r * np.sin(a)) for r, a in zip(radii, angles, strict=True)])
@@ -61,7 +61,7 @@ def _disk(radius: float, cx: float = 0.0, cy: float = 0.0) -> Field:
 
 
 def _petals(count: int, depth: float, sharp: float) -> Field:
-    """A disk whose radius waves `count` times; `sharp` > 0 squares the wave into teeth."""
+    """Return the distance to a disk whose radius waves `count` times; `sharp` > 0 squares the wave into teeth."""
 
     def distance(x: np.ndarray, y: np.ndarray) -> np.ndarray:
         wave = np.cos(count * np.arctan2(x, y))
@@ -124,7 +124,7 @@ OUTLINES: dict[str, Field] = {
 
 
 def _wave(t: np.ndarray) -> np.ndarray:
-    """A soft-edged square wave in [0, 1] of period 1: soft so that it does not alias when drawn small."""
+    """Return a square wave in [0, 1] of period 1, with soft edges so that it does not alias when drawn small."""
     return 0.5 + 0.5 * np.tanh(2.5 * np.sin(2 * np.pi * t))
 
 

@@ -94,7 +94,7 @@ def compute_in(precision: Precision, model: AnyModel) -> AnyModel:
         for name in ("forward", "forward_features", "forward_vector", "forward_head", "embed_images", "embed_texts"):
             if hasattr(model, name):
                 setattr(model, name, cast(getattr(model, name)))
-    model.__dict__["computes_in"] = dtype  # a part of what its features are kept under
+    model.__dict__["computes_in"] = dtype  # part of the key under which its features are cached
     return model
 
 

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from softmoe.accelerate.build import Kernel, call
 from softmoe.moe import DenseRouting, Experts, Router, SoftRouter
-from softmoe.moe.experts import make_gelu
+from softmoe.moe.experts import check_slots, make_gelu
 from softmoe.moe.routing import check_tokens, no_autocast, routing_dtype
 from softmoe.moe.soft import EPS, l2_normalize, softmax_over_slots, softmax_over_tokens
 
@@ -89,10 +89,7 @@ class PreparedExperts(nn.Module):
         self.second = linear(lambda n: experts.w2[n].T, (N, H, D), experts.b2)
 
     def forward(self, x_NSD: Tensor) -> Tensor:
-        if x_NSD.ndim != 3 or x_NSD.shape[0] != self.num_experts or x_NSD.shape[2] != self.dim:
-            raise ValueError(
-                f"expected slots of shape ({self.num_experts}, rows, {self.dim}), got {tuple(x_NSD.shape)}"
-            )
+        check_slots(x_NSD, self.num_experts, self.dim)
         active_NSH = self.gelu(self.first(x_NSD))
         return self.second(active_NSH)
 

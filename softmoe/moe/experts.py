@@ -57,6 +57,11 @@ def make_gelu(activation: str) -> nn.Module:
     return ACTIVATIONS[activation]()
 
 
+def check_slots(x_NSD: Tensor, num_experts: int, dim: int) -> None:
+    if x_NSD.ndim != 3 or x_NSD.shape[0] != num_experts or x_NSD.shape[2] != dim:
+        raise ValueError(f"expected slots of shape ({num_experts}, rows, {dim}), got {tuple(x_NSD.shape)}")
+
+
 class Experts(nn.Module):
     """N experts in one module, (N, S, D) -> (N, S, D): each computes gelu(x w1 + b1) w2^T + b2 with its own weights.
 
@@ -102,10 +107,7 @@ class Experts(nn.Module):
                     weight[1:], bias[1:] = weight[:1], bias[:1]
 
     def forward(self, x_NSD: Tensor) -> Tensor:
-        if x_NSD.ndim != 3 or x_NSD.shape[0] != self.num_experts or x_NSD.shape[2] != self.dim:
-            raise ValueError(
-                f"expected slots of shape ({self.num_experts}, rows, {self.dim}), got {tuple(x_NSD.shape)}"
-            )
+        check_slots(x_NSD, self.num_experts, self.dim)
         hidden_NSH = torch.baddbmm(self.b1.unsqueeze(1), x_NSD, self.w1)
         active_NSH = F.dropout(self.gelu(hidden_NSH), self.dropout, self.training)
         # w2 is the left factor, so that autograd makes its gradient in w2's own layout

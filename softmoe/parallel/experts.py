@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from softmoe.moe import Experts
-from softmoe.moe.experts import normal_, xavier_uniform_
+from softmoe.moe.experts import check_slots, normal_, xavier_uniform_
 
 HALVES_FROM = {"cuda": 1024}
 """By device: rows of an expert, from all ranks, from which on they are exchanged in two halves. With fewer, reading the
@@ -48,10 +48,7 @@ class OwnedExperts(Experts):
             self.register_parameter(name, owned)
 
     def forward(self, x_NSD: Tensor) -> Tensor:
-        if x_NSD.ndim != 3 or x_NSD.shape[0] != self.num_experts or x_NSD.shape[2] != self.dim:
-            raise ValueError(
-                f"expected slots of shape ({self.num_experts}, rows, {self.dim}), got {tuple(x_NSD.shape)}"
-            )
+        check_slots(x_NSD, self.num_experts, self.dim)
         mine, halves = self._local_view(), range(self._parts(x_NSD))
         there, back = ([Exchange(self.mesh.get_group()) for _ in halves] for _ in range(2))
         arriving, leaving = _Depart.apply(x_NSD, there), []
@@ -113,7 +110,7 @@ def draw_part(
     for name, draw in (("w1", matrix), ("b1", vector), ("w2", matrix), ("b2", vector)):
         whole = like[name]
         rows, *rest = part_of(whole.shape)
-        at_once = drawn if draw is vector else 1  # normal numbers come in sixteens: drawn apart they would be others
+        at_once = drawn if draw is vector else 1  # torch draws normal numbers in groups of 16: apart they would differ
         some = torch.empty(at_once, *whole.shape[1:], dtype=whole.dtype, device="cpu")
         mine = kept[name] = torch.empty(whole[rows, *rest].shape, dtype=whole.dtype, device="cpu")
         for first in range(0, drawn, at_once):

@@ -64,7 +64,7 @@ def clip_by_global_norm(
     """Scale all gradients so that their joint norm is at most `max_norm`, with no epsilon; returns the norm before."""
     gradients = list(gradients)
     found = norm(gradients)
-    if max_norm is not None and (found.device.type != "cpu" or found > max_norm):  # elsewhere asking would be waiting
+    if max_norm is not None and (found.device.type != "cpu" or found > max_norm):  # a GPU would be waited for
         parts = [local(gradient) for gradient in gradients]
         multiply_all_(parts, (max_norm / found).clamp(max=1.0))
     return found

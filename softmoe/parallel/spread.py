@@ -103,7 +103,7 @@ def building(mesh: Mesh, **options: Any) -> Iterator[None]:
     def keep_mine(layer: nn.Module, name: str, part: nn.Module | None) -> nn.Module | None:
         if isinstance(layer, MoE) and type(part) is Experts:
             drawn = part.__dict__.pop("drawn")
-            if isinstance(layer, ExpertsBeside):  # which made the others zero
+            if isinstance(layer, ExpertsBeside):  # whose constructor sets these parameters to zero
                 drawn["w2"].zero_()
                 drawn["b2"].zero_()
             part = OwnedExperts(part, mesh.experts["expert"]) if owns else part
@@ -169,7 +169,7 @@ def apply(model: AnyModel, mesh: Mesh, *, dtype: torch.dtype | None = None, comp
         if not isinstance(block, FSDPModule):  # else it was spread when it was built
             _spread_block(block, mesh, dtype=dtype, compile=compile)
     for scalar in (parameter for parameter in model.parameters() if parameter.ndim == 0):
-        if scalar.requires_grad:  # FSDP takes none: every rank keeps them
+        if scalar.requires_grad:  # FSDP shards no scalars: every rank keeps them
             scalar.register_post_accumulate_grad_hook(_average_gradient)
     fully_shard(model, **_options(model, mesh, dtype))
     return model
@@ -190,7 +190,7 @@ def _spread_block(block: Block, mesh: Mesh, *, dtype: torch.dtype | None = None,
                     layer.experts, mesh=mesh.owners, shard_placement_fn=lambda _: Shard(1), mp_policy=_policy(dtype)
                 )
     if dtype is not None:
-        for layer in moe_layers(block):  # logits are compared: their weights travel as they are
+        for layer in moe_layers(block):  # routers' weights are sent unrounded, since logits are compared
             if any(parameter.ndim for parameter in layer.router.parameters()):
                 fully_shard(layer.router, **_options(layer.router, mesh, None))
     if compile:
@@ -210,7 +210,7 @@ def _options(module: nn.Module, mesh: Mesh, dtype: torch.dtype | None) -> dict[s
         "mesh": mesh.others,
         "ignored_params": owned | {parameter for parameter in module.parameters() if parameter.ndim == 0},
         "shard_placement_fn": lambda parameter: Shard(even_axis(parameter.shape, mesh.sizes.shard)),
-        "reshard_after_forward": True,  # also of the outermost: an average is only looked at, and must see new weights
+        "reshard_after_forward": True,  # also the outermost: an averaged model runs forward only, with new weights
         "mp_policy": _policy(dtype),
     }
 

@@ -1,4 +1,4 @@
-"""One run is one python file: a docstring with command, time and measured result, `recipe()` and `tiny()`.
+"""One run is one python file: a docstring with command, time and measured result, and `recipe()`.
 
     softmoe train quickstart                 a recipe of this folder
     softmoe train path/to/mine.py            a file of the user's own, of the same form
@@ -37,17 +37,22 @@ def about(name: str) -> str:
 
 
 def load(name: str, variant: str = "recipe") -> TrainConfig:
-    """Return the settings of a recipe, by its name or its file; a run without a name gets that of the recipe."""
+    """Return the settings of a recipe, by its name or its file; a run without a name gets that of the recipe.
+
+    The variant "tiny", for tests, is the function `tiny` of the file or, without one, the recipe `shrunk`.
+    """
     module = find(name)
 
     from softmoe.train import TrainConfig
 
-    function: Callable[[], TrainConfig] | None = getattr(module, variant, None)
+    own: Callable[[], TrainConfig] | None = getattr(module, variant, None)
+    function = own or (getattr(module, "recipe", None) if variant == "tiny" else None)
     if function is None:
         raise ValueError(f"the recipe {name} has no function {variant}() -> TrainConfig")
     config = _called(function, name)
     if not isinstance(config, TrainConfig):
         raise ValueError(f"{variant}() of the recipe {name} must return a TrainConfig, got {type(config).__name__}")
+    config = shrunk(config) if own is None else config
     return replace(config, run_name=Path(name).stem) if config.run_name == TrainConfig.run_name else config
 
 
@@ -85,8 +90,8 @@ def _called(function: Callable[[], Result], name: str) -> Result:
         raise ValueError(f"the recipe {name} fails{place}: {type(error).__name__}: {said}") from error
 
 
-def shrunk(config: TrainConfig, image_size: int, data: str | None = None) -> TrainConfig:
-    """Shrink a recipe to two steps of a tiny model, on other data if given; everything else stays as it is."""
+def shrunk(config: TrainConfig, image_size: int = 32, data: str = "shapes?size=32") -> TrainConfig:
+    """Shrink a recipe to two steps of a tiny model on other data; everything else stays as it is."""
     from softmoe.train import EvaluationSection
 
     d = config.data
@@ -98,9 +103,7 @@ def shrunk(config: TrainConfig, image_size: int, data: str | None = None) -> Tra
         steps=2,
         model=replace(shape, num_experts=None if shape.name.startswith("vit_") else 4),
         text=text,
-        data=replace(
-            d, train=data or d.train, batch_size=8, workers=0, transform=replace(d.transform, image_size=image_size)
-        ),
+        data=replace(d, train=data, batch_size=8, workers=0, transform=replace(d.transform, image_size=image_size)),
         schedule=replace(config.schedule, warmup=1, cooldown=min(1, config.schedule.cooldown)),
         evaluation=EvaluationSection(every=None, examples=16),
         log=replace(config.log, every=1),

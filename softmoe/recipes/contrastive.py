@@ -16,7 +16,6 @@ Measured: not run. `contrastive_quickstart` has figures of the same code on smal
 
 from softmoe import train
 from softmoe.data import TransformConfig
-from softmoe.recipes import shrunk
 
 
 def recipe() -> train.TrainConfig:
@@ -38,8 +37,3 @@ def recipe() -> train.TrainConfig:
         log=train.LogSection(every=250),
         precision="bfloat16",
     )
-
-
-def tiny() -> train.TrainConfig:
-    """Shrink the recipe to two steps of a tiny model on `shapes`, for tests."""
-    return shrunk(recipe(), image_size=32, data="shapes?size=32")

@@ -15,7 +15,6 @@ one seed).
 
 from softmoe import train
 from softmoe.data import TransformConfig
-from softmoe.recipes import shrunk
 
 IMAGE = 32
 STEPS = 1000
@@ -48,8 +47,3 @@ def recipe() -> train.TrainConfig:
         checkpoint=train.CheckpointSection(every=STEPS // 4),
         log=train.LogSection(every=25),
     )
-
-
-def tiny() -> train.TrainConfig:
-    """Shrink the recipe to two steps of a tiny model, for tests."""
-    return shrunk(recipe(), IMAGE)

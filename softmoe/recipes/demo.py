@@ -13,7 +13,6 @@ Measured: top-1 89.9 %, top-5 99.8 % on 2,880 pictures it was not trained on (20
 
 from softmoe import train
 from softmoe.data import TransformConfig
-from softmoe.recipes import shrunk
 
 IMAGE = 48
 STEPS = 3000
@@ -44,8 +43,3 @@ def recipe() -> train.TrainConfig:
         checkpoint=train.CheckpointSection(every=500),
         log=train.LogSection(every=100),
     )
-
-
-def tiny() -> train.TrainConfig:
-    """Shrink the recipe to two steps of a tiny model, for tests."""
-    return shrunk(recipe(), IMAGE)

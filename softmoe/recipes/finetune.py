@@ -25,7 +25,6 @@ at 2e-3 with --freeze 0.5, in the same time (three seeds: 1.9 ± 1.6 points). By
 
 from softmoe import train
 from softmoe.data import TransformConfig
-from softmoe.recipes import shrunk
 
 
 def recipe() -> train.TrainConfig:
@@ -44,8 +43,3 @@ def recipe() -> train.TrainConfig:
         checkpoint=train.CheckpointSection(every=500),
         log=train.LogSection(every=25),
     )
-
-
-def tiny() -> train.TrainConfig:
-    """Shrink the recipe to two steps of a tiny model, for tests."""
-    return shrunk(recipe(), image_size=32)

@@ -12,7 +12,6 @@ Measured: not run.
 
 from softmoe import train
 from softmoe.data import TransformConfig
-from softmoe.recipes import shrunk
 
 IMAGES, EPOCHS, BATCH = 1_281_167, 300, 1024
 
@@ -36,8 +35,3 @@ def recipe() -> train.TrainConfig:
         log=train.LogSection(every=250),
         precision="bfloat16",
     )
-
-
-def tiny() -> train.TrainConfig:
-    """Shrink the recipe to two steps of a tiny model on `shapes`, for tests."""
-    return shrunk(recipe(), image_size=32, data="shapes?size=32")

@@ -21,7 +21,6 @@ size S.
 
 from softmoe import train
 from softmoe.data import TransformConfig
-from softmoe.recipes import shrunk
 
 
 def recipe() -> train.TrainConfig:
@@ -41,8 +40,3 @@ def recipe() -> train.TrainConfig:
         checkpoint=train.CheckpointSection(every=1000),
         log=train.LogSection(every=50),
     )
-
-
-def tiny() -> train.TrainConfig:
-    """Shrink the recipe to two steps of a tiny model on `shapes`, for tests; its image tower is locked as it starts."""
-    return shrunk(recipe(), image_size=32, data="shapes?size=32")

@@ -14,7 +14,7 @@ steps with a text tower of width 128, 35.0 and 30.2 % (2026-11-17, one seed).
 from dataclasses import replace
 
 from softmoe import train
-from softmoe.recipes import lit, shrunk
+from softmoe.recipes import lit
 
 
 def recipe() -> train.TrainConfig:
@@ -40,8 +40,3 @@ def recipe() -> train.TrainConfig:
         checkpoint=replace(config.checkpoint, every=150),
         log=train.LogSection(every=25),
     )
-
-
-def tiny() -> train.TrainConfig:
-    """Shrink the recipe to two steps of a tiny model on `shapes`, for tests; its image tower is locked as it starts."""
-    return shrunk(recipe(), image_size=32, data="shapes?size=32")

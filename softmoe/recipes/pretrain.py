@@ -12,7 +12,6 @@ Measured: not run.
 
 from softmoe import train
 from softmoe.data import TransformConfig
-from softmoe.recipes import shrunk
 
 
 def recipe() -> train.TrainConfig:
@@ -33,8 +32,3 @@ def recipe() -> train.TrainConfig:
         log=train.LogSection(every=250),
         precision="bfloat16",
     )
-
-
-def tiny() -> train.TrainConfig:
-    """Shrink the recipe to two steps of a tiny model, for tests."""
-    return shrunk(recipe(), image_size=32, data="shapes?size=32")

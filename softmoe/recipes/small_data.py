@@ -23,7 +23,6 @@ paper's layer, experts drawn one by one, had 22.8 and 12.3 %, dense at equal FLO
 
 from softmoe import train
 from softmoe.data import TransformConfig
-from softmoe.recipes import shrunk
 
 
 def recipe() -> train.TrainConfig:
@@ -52,8 +51,3 @@ def recipe() -> train.TrainConfig:
         checkpoint=train.CheckpointSection(every=500),
         log=train.LogSection(every=50),
     )
-
-
-def tiny() -> train.TrainConfig:
-    """Shrink the recipe to two steps of a tiny model on `shapes`, for tests."""
-    return shrunk(recipe(), image_size=32, data="shapes?size=32")

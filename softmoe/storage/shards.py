@@ -112,7 +112,7 @@ def read_parts(
 ) -> None:
     """Fill `targets` in place, each rank its own parts; with `alone` this process reads without the other ranks."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # alone is what is meant
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as asked for by `alone`
         dcp.load(  # pyright: ignore[reportPrivateImportUsage]
             dict(targets),
             storage_reader=_reader(place),

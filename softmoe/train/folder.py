@@ -49,7 +49,7 @@ FREE = (
     "deterministic",
     "gradient_checkpointing",  # neither changes a bit
     "activation_gb",
-    "precision",  # what it came to be on the device is a fact of the run, and that may not change
+    "precision",  # the precision that is used is a fact of the run, which may not change
     "parallel.",
 )
 FUTURE = ("steps", "schedule.")

@@ -109,7 +109,7 @@ def train(
         try:
             run_steps(run, stop)
         except WorkerDied:
-            if team.world == 1:  # elsewhere the others cannot be told in the middle of an evaluation
+            if team.world == 1:  # several processes cannot agree on a save in the middle of an evaluation
                 save(run)
             if stop.signal is None:  # else whoever stopped this process stopped its workers too
                 raise

@@ -228,7 +228,7 @@ def build(
         make_deterministic()
     device = choose_device(config.device, team.local_rank)
     autocast = choose_precision(config.precision, device, progress.report)
-    ours = objective is None and evaluators is None  # which read captions only where there is a text tower
+    ours = objective is None and evaluators is None  # ours read captions only if there is a text tower
     data = Data.open(config, team.world, team.rank, captions=config.text.size is not None or not ours, device=device)
     if config.text.size is not None:
         data = replace(data, tokenizer=prepare_tokenizer(config, folder.path, data.train, team))
@@ -237,7 +237,7 @@ def build(
     make = partial(build_model, config, shape, device)
     model = team.spread(make, autocast, config.compile)
     twin = team.spread(make, autocast) if team.world > 1 and config.ema is not None else None
-    if config.model.weights is not None:  # read once the model is spread: what is read stays whole
+    if config.model.weights is not None:  # after the model is spread, since the weights that are read are whole
         classes = () if isinstance(model, TwoTower) else tuple(data.train.classes)
         new_head = starts_anew(config.model.weights, config.model.new_head, classes)
         if not new_head:

@@ -26,8 +26,8 @@ from softmoe.transfer.mlps import TwoModuleMLP, hidden_width, linears, read_mlp
 from softmoe.transfer.upcycling import INITS, NARROW, relative
 from softmoe.transfer.upcycling_routers import init_router
 
-MAX_BATCHES = 8  # that are looked at, of any number
-OUTPUTS = ("logits", "image_embeds", "pooler_output", "last_hidden_state")  # of several, the first of these is compared
+MAX_BATCHES = 8  # batches that are used, however many are given
+OUTPUTS = ("logits", "image_embeds", "pooler_output", "last_hidden_state")  # the first that there is is compared
 
 
 @dataclass(frozen=True)

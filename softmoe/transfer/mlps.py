@@ -115,7 +115,7 @@ def read_mlp(module: nn.Module, name: str) -> DenseMLP:
 
 def possible_mlps(module: nn.Module) -> Iterator[DenseMLP]:
     """List every MLP that the shapes of a module's linear layers allow."""
-    found = [(part.weight, zero_bias(part) if part.bias is None else part.bias) for part in linears(module)]
+    found = [(p.weight, p.weight.new_zeros(p.out_features) if p.bias is None else p.bias) for p in linears(module)]
     if len(found) == 2:
         first, second = found
         H = second[0].shape[1]
@@ -131,7 +131,3 @@ def gated_mlps(a: Affine, b: Affine, second: Affine) -> Iterator[DenseMLP]:
     """List the gated MLPs in which either of `a` and `b` is the gate: libraries differ in which comes first."""
     for gate, first in ((a, b), (b, a)):
         yield from (DenseMLP(first, second, gate, name) for name in GATES)
-
-
-def zero_bias(linear: nn.Linear) -> Tensor:
-    return linear.weight.new_zeros(linear.out_features)

@@ -93,11 +93,11 @@ def test_printed_numbers_are_read_from_the_tables() -> None:
 def test_places_without_enough_slots_are_left_out() -> None:
     """A Soft MoE has at least one slot per expert; a sparse router chooses at most all experts."""
     lab = make_lab(LabOptions(scale="small"))
-    assert experts_slots.place(lab, "soft", 64, 1) is None
-    found = experts_slots.place(lab, "soft", 4, 4)
+    assert experts_slots.config_of(lab, "soft", 64, 1) is None
+    found = experts_slots.config_of(lab, "soft", 4, 4)
     assert found is not None
     assert found.model.options["slots_per_expert"] == 16
-    assert experts_slots.place(lab, "tokens_choice", 2, 4) is None
+    assert experts_slots.config_of(lab, "tokens_choice", 2, 4) is None
 
 
 def test_controls_take_one_thing_away_at_a_time() -> None:

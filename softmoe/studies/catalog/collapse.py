@@ -19,7 +19,7 @@ STYLE = {True: ("#3b6fb6", "normalized"), False: ("#c8403a", "not normalized")}
 
 
 def cells(lab: Lab) -> Iterator[Cell]:
-    """Widths at the base's learning rate, then other rates at one width. The scale starts at 1, as in the paper."""
+    """Vary the width at the base's learning rate, then the rate at one width. The scale starts at the paper's 1."""
     base = lab.base.schedule.peak
     widths = lab.pick(tiny=(16, 32), small=(32, 128), paper=(384, 768, 1024, 1280, 1664))
     at, peaks = lab.pick(tiny=(16, (0.1,)), small=(32, (6e-2,)), paper=(1664, (3e-4, 3e-3)))
@@ -49,7 +49,7 @@ def claims(table: Table) -> Iterator[Claim]:
 
 
 def figure(table: Table, lab: Lab) -> Any:
-    """Curves over training, a column for each width and learning rate, as in the paper."""
+    """Draw curves over training, a column for each width and learning rate, as in the paper."""
     columns = list(dict.fromkeys((row.labels["width"], row.labels["peak"]) for row in table))
     lines = (("loss", "training loss"), ("max_dispatch", "largest dispatch weight"), ("max_combine", "largest combine"))
     drawing, axes = panels(len(lines), len(columns), width=3.2, height=2.6)

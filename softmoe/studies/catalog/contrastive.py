@@ -34,7 +34,7 @@ def cells(lab: Lab) -> Iterator[Cell]:
 
 
 def towers(lab: Lab, router: str) -> TrainConfig:
-    """Data with captions is needed: `shapes` has them, or pairs as for `softmoe train contrastive`."""
+    """Return the settings of two towers. Data needs captions: `shapes`, or pairs as for `softmoe train contrastive`."""
     if lab.scale == "paper":
         config = contrastive.recipe()
         data = replace(config.data, train=lab.base.data.train)

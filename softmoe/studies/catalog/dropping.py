@@ -28,7 +28,7 @@ PAIRS = ((EC, TC), (TC, TC_SLACK), (EC, EC_SLACK), (TC, TC_PLAIN))
 
 
 def cells(lab: Lab) -> Iterator[Cell]:
-    """The variations with the most experts only, at the smaller scales: where few are dropped they change little."""
+    """Run variations only with the most experts at the smaller scales: with few dropped tokens they change little."""
     grid = lab.pick(tiny=(2, 4), small=(4, 16, 64), paper=(16, 32, 64, 128, 256, 512))
     for series, (router, settings) in SERIES.items():
         for experts in grid[-1:] if settings and lab.scale != "paper" else grid:
@@ -57,7 +57,7 @@ def claims(table: Table) -> Iterator[Claim]:
 
 
 def figure(table: Table, lab: Lab) -> Any:
-    """A row for each of the paper's figures."""
+    """Draw a row for each of the paper's figures."""
     numbers = ["drop_rate", *table.quality]
     drawing, axes = panels(len(PAIRS), len(numbers), height=3.0)
     for row, pair in zip(axes, PAIRS, strict=True):
@@ -69,14 +69,14 @@ def figure(table: Table, lab: Lab) -> Any:
                     axis, found, "experts", number, color=color, alpha=1.0 if pair == PAIRS[0] else shade, label=series
                 )
             if number == "drop_rate":
-                remember(axis)
+                draw_paper_shares(axis)
             powers(axis, table.distinct("experts"))
             finish(axis, "experts", "share of tokens dropped" if number == "drop_rate" else label(number))
         legend(row[0])
     return drawing
 
 
-def remember(axis: Any) -> None:
+def draw_paper_shares(axis: Any) -> None:
     """Draw the shares that the paper names."""
     for share, words in ((0.15, "paper, 16-32 experts"), (0.25, "TC, hundreds"), (0.45, "EC, hundreds")):
         axis.axhline(share, color="#bbbbbb", lw=1, ls=":")

@@ -32,14 +32,14 @@ def cells(lab: Lab) -> Iterator[Cell]:
 
 
 def quality_cells(lab: Lab) -> Iterator[Cell]:
-    """Sparse routers with one expert a token only, at the smaller scales."""
+    """Run sparse routers only with one expert a token at the smaller scales."""
     grid = lab.pick(
         tiny=((4, 16), (1,)), small=((4, 16, 64), (1, 4)), paper=((16, 32, 64, 128, 256, 512, 1024), (1, 2, 4))
     )
     for router in ROUTERS:
         for rows in grid[1] if router == "soft" or lab.scale == "paper" else (1,):
             for experts in (1, *grid[0]) if router == "soft" else grid[0]:
-                config = place(lab, router, experts, rows)
+                config = config_of(lab, router, experts, rows)
                 if config is not None:
                     yield from lab.over_seeds(config, what="quality", router=router, experts=experts, rows=rows)
 
@@ -53,7 +53,7 @@ def speed_cells(lab: Lab) -> Iterator[Cell]:
     for router in ROUTERS:
         for rows in rows_:
             for experts in experts_:
-                config = place(finer, router, experts, rows)
+                config = config_of(finer, router, experts, rows)
                 if config is not None:
                     labels = {"what": "speed", "router": router, "experts": experts, "rows": rows}
                     batch, seconds = min(64, lab.base.data.batch_size), lab.pick(tiny=0.05, small=1.0, paper=10.0)
@@ -61,7 +61,7 @@ def speed_cells(lab: Lab) -> Iterator[Cell]:
                         yield Cell(labels, repeat, Timing(config.model, lab.image_size, batch, repeat, seconds))
 
 
-def place(lab: Lab, router: str, experts: int, rows: int) -> TrainConfig | None:
+def config_of(lab: Lab, router: str, experts: int, rows: int) -> TrainConfig | None:
     """Find a model with so many rows in the experts for each token; None where slots are fewer than experts."""
     if router == "soft":
         slots, rest = divmod(lab.tokens * rows, experts)

@@ -25,7 +25,7 @@ PAPER_COLUMNS = {"top1": "jft_p_at_1", "10shot": "in_10shot"}
 
 
 def cells(lab: Lab) -> Iterator[Cell]:
-    """Cooldown of a quarter of the shortest length, from each multiple of it."""
+    """Branch off a cooldown, a quarter of the shortest length, at each multiple of that length."""
     unit, lengths = lab.pick(
         tiny=(2, (1, 2)), small=(max(1, lab.base.steps * 4 // 15), (1, 2, 4)), paper=(500_000, (1, 2, 4, 8))
     )

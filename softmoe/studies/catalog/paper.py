@@ -83,7 +83,7 @@ def notes(table: Table) -> list[str]:
 
 
 def figure(table: Table, lab: Lab) -> Any:
-    """Figure 3, printed; and our cost of each model against the printed one."""
+    """Draw Figure 3 as printed, and our cost of each model against the printed one."""
     drawing, axes = panels(2, 3, width=4.6)
     for line, number in zip(axes, PAPER_QUALITY, strict=True):
         for axis, cost in zip(line, PAPER_COSTS, strict=False):

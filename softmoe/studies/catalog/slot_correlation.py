@@ -62,7 +62,7 @@ def total(table: Table, slots: int) -> int:
 
 
 def figure(table: Table, lab: Lab) -> Any:
-    """The matrix of every layer (columns) for each number of slots (rows), of the first seed."""
+    """Draw the matrix of every layer (columns) for each number of slots (rows), of the first seed."""
     rows = [table.where(slots=slots).rows[0] for slots in table.distinct("slots")]
     layers = [routers(row) for row in rows]
     drawing, axes = panels(len(rows), max(map(len, layers)), width=3.3, height=3.0)
