@@ -35,11 +35,7 @@ def train(recipe: str, data: str | Path | None = None, **settings: Any) -> Resul
 
 
 def finetune(
-    model: str | Path,
-    data: str | Path,
-    *,
-    image_size: int | tuple[int, int] | None = None,
-    **settings: Any,
+    model: str | Path, data: str | Path, *, image_size: int | tuple[int, int] | None = None, **settings: Any
 ) -> Result:
     """Train a saved model on other classes, at any image size."""
     return _run(transfer_config(recipes.load("finetune"), model, image_size=image_size), data, settings)

@@ -182,8 +182,10 @@ class Plan:
         return DeviceMemory(weights, weights, moments, activations, buffers, weights + moments + buffers + changing)
 
     def buffers(self) -> int:
-        """Return the bytes that FSDP has gathered: all that is outside the blocks, as it arrives and as it is used; or
-        that, and a block as it arrives, as it is used and as a gradient. And the slots on their way, twice.
+        """Return the bytes that FSDP has gathered, and twice those of the slots that are exchanged.
+
+        Gathered are the parameters outside the blocks, as they arrive and as they are used; or those, and a block as it
+        arrives, as it is used and as a gradient.
         """
         if self.layout.world == 1:
             return 0

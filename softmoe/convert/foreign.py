@@ -67,8 +67,10 @@ def hash_once(path: Path, _changed: int) -> str:
 
 
 def open_foreign(where: str | Path, **options: Any) -> Foreign | None:
-    """Read the model in a file, a folder or on the Hub; None if it is saved by softmoe itself. `options` are arguments
-    of `from_timm` (heads, mean, std, ...), which take precedence over the settings beside the weights."""
+    """Read the model in a file, a folder or on the Hub; None if it is saved by softmoe itself.
+
+    `options` are arguments of `from_timm` (heads, mean, std, ...), which override the settings beside the weights.
+    """
     address, more = split_options(str(where))
     options = more | options
     place = locate(address)
@@ -333,8 +335,10 @@ def from_pretrained(
 
 @torch.no_grad()
 def starting_weights(model: VisionTransformer, weights: str | Path, *, new_head: bool = True) -> dict[str, Tensor]:
-    """Return the state of `model` with the weights of a saved one, its positions resampled to the model's grid. Both
-    must be alike but for image size and classes. Experts beside the MLPs of a dense model keep their fresh weights."""
+    """Return the state of `model` with the weights of a saved one, its positions resampled to the model's grid.
+
+    Both must be alike but for image size and classes. Experts beside MLPs of a dense model keep their fresh weights.
+    """
     source = from_pretrained(weights)
     check_same_function(source.config, model.config, str(weights))
     state = model.state_dict() | inherited(model, source)

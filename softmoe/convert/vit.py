@@ -134,8 +134,10 @@ def square_patch(sides: tuple[int, ...]) -> int:
 def size_of_positions(
     rows: int, patch: int, image_size: int | tuple[int, int] | None, prefixes: Iterable[int]
 ) -> tuple[int | tuple[int, int], int]:
-    """Return the image size of a table of `rows` positions, and how many rows are of tokens before the patches: one of
-    `prefixes`, for a table may or may not hold rows for class token and registers."""
+    """Return the image size of a table of `rows` positions, and how many rows are of tokens before the patches.
+
+    That is one of `prefixes`: a table may or may not hold rows for class token and registers.
+    """
     cells_of = {rows - prefix: prefix for prefix in prefixes}
     if image_size is not None:
         height, width = (image_size, image_size) if isinstance(image_size, int) else image_size

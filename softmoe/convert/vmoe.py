@@ -86,8 +86,10 @@ def gradient(parameter: Tensor) -> Tensor:
 
 
 def read_npz(path: str | PathLike[str]) -> dict[str, np.ndarray]:
-    """Read the named arrays of an .npz file. What they take in memory is checked before anything is unpacked: weights
-    hardly compress, so a file that unpacks to many times its size is refused."""
+    """Read the named arrays of an .npz file; ValueError for one that unpacks to many times its size.
+
+    That is checked before anything is unpacked: weights hardly compress.
+    """
     with open(path, "rb") as stream:
         if stream.read(6) == b"\x93NUMPY":
             raise ValueError(f"{path} holds one array, expected an .npz file of named arrays")

@@ -227,13 +227,7 @@ def compose(
 
 
 def _written(
-    dice: Dice,
-    glyphs: Glyphs,
-    labels: np.ndarray,
-    faces: int,
-    x: np.ndarray,
-    y: np.ndarray,
-    radius: np.ndarray,
+    dice: Dice, glyphs: Glyphs, labels: np.ndarray, faces: int, x: np.ndarray, y: np.ndarray, radius: np.ndarray
 ) -> Written:
     """Draw one character for each scene; `faces` is 0 for the fonts of training, 1 for those held out."""
     bitmap = glyphs.first[labels, faces] + dice.span(0, glyphs.count[labels, faces]).astype(np.int64)

@@ -86,9 +86,7 @@ def _box(cx: float, cy: float, half_width: float, half_height: float) -> Field:
 
 
 _HEART = _union(
-    _disk(0.48, -0.42, 0.30),
-    _disk(0.48, 0.42, 0.30),
-    _polygon([(-0.84, 0.08), (0.0, -0.95), (0.84, 0.08), (0, 0.45)]),
+    _disk(0.48, -0.42, 0.30), _disk(0.48, 0.42, 0.30), _polygon([(-0.84, 0.08), (0.0, -0.95), (0.84, 0.08), (0, 0.45)])
 )
 
 OUTLINES: dict[str, Field] = {

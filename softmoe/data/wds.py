@@ -68,12 +68,7 @@ class WdsSource(Source):
     """Examples of all shards, one after another."""
 
     def __init__(
-        self,
-        titles: list[str],
-        shards: list[Path],
-        rows: list[_Row],
-        classes: tuple[str, ...],
-        mix: int | None,
+        self, titles: list[str], shards: list[Path], rows: list[_Row], classes: tuple[str, ...], mix: int | None
     ):
         """Index the uncompressed tars `shards`; `titles` are their names for the user, `mix` is that of `order`."""
         self.classes = classes
@@ -91,12 +86,7 @@ class WdsSource(Source):
         if mix is not None:
             self.blocks, self.mix = tuple(np.bincount(self._shard, minlength=len(shards)).tolist()), mix
         self.fingerprint = fingerprint(
-            "wds",
-            json.dumps(classes),
-            self._keys.blob,
-            self._spans[:, :, 1].tobytes(),
-            self.labels.tobytes(),
-            counts,
+            "wds", json.dumps(classes), self._keys.blob, self._spans[:, :, 1].tobytes(), self.labels.tobytes(), counts
         )
 
     def __len__(self) -> int:
@@ -133,13 +123,7 @@ class WdsSource(Source):
 
 
 def open_wds(
-    pattern: str,
-    split: str,
-    *,
-    classes: str = "",
-    order: str = "examples",
-    mix: str = "8",
-    split_name: str = "",
+    pattern: str, split: str, *, classes: str = "", order: str = "examples", mix: str = "8", split_name: str = ""
 ) -> WdsSource:
     """Open shards; `split_name=any` says that a pattern without {split} serves for every split."""
     if order not in ("examples", "shards"):

@@ -78,7 +78,7 @@ def extract(
 
 def cache_key(model: VisionTransformer, source: Source, transform: Transform) -> str:
     config = asdict(transform.config)
-    kept = ("image_size", "central_ratio", "antialias")  # all that evaluation looks at
+    kept = ("image_size", "central_ratio", "antialias")  # all settings that evaluation uses
     seen = {"crop": transform.crop} | {name: config[name] for name in kept}
     said = [_VERSION, model_hash(model), source.fingerprint, seen]
     if (dtype := getattr(model, "computes_in", None)) is not None:
@@ -160,7 +160,7 @@ def _whole(entry: Path) -> bool:
 
 
 def _fill(entry: Path, write: Callable[[Path], None]) -> None:
-    """Make the entry in a hidden folder and give it its name. If another process was faster, either is as good."""
+    """Make the entry in a hidden folder and rename it. Of several processes that do so the last one stays."""
     try:
         with whole_folder(entry) as partial:
             write(partial)

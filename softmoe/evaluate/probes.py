@@ -108,14 +108,9 @@ def _batches(rows: Tensor, batch_size: int, epochs: int, seed: int) -> Iterator[
 
 
 def _train(
-    x_nD: Tensor,
-    labels_n: Tensor,
-    batches: Iterator[Tensor],
-    steps: int,
-    rates: tuple[float, ...],
-    classes: int,
+    x_nD: Tensor, labels_n: Tensor, batches: Iterator[Tensor], steps: int, rates: tuple[float, ...], classes: int
 ) -> tuple[Tensor, Tensor]:
-    """Softmax regression from zero, the learning rate falling by a cosine. The gradient is written out: it is short."""
+    """Train softmax regression from zero, with a cosine learning rate and the gradient written out."""
     rate_R11 = torch.tensor(rates)[:, None, None]
     W_RDC = torch.zeros(len(rates), x_nD.shape[1] + 1, classes)
     velocity_RDC = torch.zeros_like(W_RDC)

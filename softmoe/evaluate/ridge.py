@@ -38,7 +38,7 @@ _CHUNK = 8192  # test rows at a time
 
 @dataclass(frozen=True)
 class Ridge:
-    """The decomposed problem: every l2 from here is two products."""
+    """A ridge regression by its eigendecomposition, from which the solution of every l2 takes two products."""
 
     mean_D: np.ndarray
     std_D: np.ndarray
@@ -152,7 +152,7 @@ def few_shot(
     protocol: Protocol = "loo",
     l2_grid: Sequence[float] = L2_GRID,
 ) -> FewShotResult:
-    """Accuracy on each data set's test features from k training features of each class. data: name -> (train, test)."""
+    """Measure accuracy on test features from k training features of each class; `data` maps names to (train, test)."""
     if not shots or min(shots) < 1 or not 1 <= seeds <= MAX_SEEDS:
         raise ValueError(
             f"shots and seeds must be at least 1, seeds at most {MAX_SEEDS:,}: got shots {list(shots)}, {seeds} seeds"

@@ -33,7 +33,7 @@ except ImportError as error:
 
 
 class Refused(Exception):
-    """A request gets an answer other than 200."""
+    """Raised to answer a request with another status than 200."""
 
     def __init__(self, status: int, reason: str):
         super().__init__(reason)
@@ -53,8 +53,11 @@ class Reader(Protocol):
 
 
 class Service:
-    """Answers requests: `reader` makes a question of a body, `ask` answers a batch of questions, and `show` turns an
-    answer into JSON values for a path, by name. `app` is the ASGI application."""
+    """Answers requests; `app` is the ASGI application.
+
+    `reader` makes a question of a body, `ask` answers a batch of questions, and `show` has for each path the function
+    that turns an answer into JSON values.
+    """
 
     def __init__(
         self,
@@ -163,7 +166,7 @@ class Service:
             raise Refused(503, "the service is ending") from error
 
     def _find_place(self, address: str) -> asyncio.Timeout | None:
-        """Refuse the request if there is no place for it. If it would take another's place, that one's time limit.
+        """Refuse the request if there is no place for it. Return the time limit of the request that it would replace.
 
         Places are shared among addresses: while one has fewer than another it gets its place from that one, so that a
         flood from one address keeps only that address out.

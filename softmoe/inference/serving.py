@@ -70,7 +70,7 @@ class Connection(H11Protocol):
             self._expire_after(self.limits.timeout + self.limits.header_seconds)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP. If it is the body of a request, that one is over: the answer was its own."""
+        """Answer bytes that are not HTTP. If they are the body of a request, that request is answered by it."""
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -159,7 +159,7 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def _report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """asyncio pauses for a second when there are no files left for connections, and says so for each."""
+        """Log once a minute that no files are left for connections, which asyncio would report for each of them."""
         if getattr(context.get("exception"), "errno", None) not in (errno.EMFILE, errno.ENFILE):
             loop.default_exception_handler(context)
         elif time.monotonic() >= self._silent_until:

@@ -123,10 +123,7 @@ def page_data(models: Sequence[Inspection], spent: int = 0) -> dict[str, Any]:
     drawn = [[thumbnail(s.pixels, THUMBNAIL, keep_pixels=True) for s in model.samples] for model in models]
     shown = [[pictures.setdefault(picture, len(pictures)) for picture in part] for part in drawn]
     packed = pack_all(models, PAGE - spent - sum(map(len, pictures)))
-    return {
-        "models": [model_data(*one) for one in zip(models, shown, packed, strict=True)],
-        "pictures": list(pictures),
-    }
+    return {"models": [model_data(*one) for one in zip(models, shown, packed, strict=True)], "pictures": list(pictures)}
 
 
 def model_data(model: Inspection, pictures: list[int], packed: list[dict[str, Any]]) -> dict[str, Any]:

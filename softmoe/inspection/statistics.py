@@ -42,7 +42,7 @@ def layer_statistics(router: Router, routing: Routing) -> LayerStatistics:
 
 
 class DenseStatistics:
-    """Dispatch and combine weights of one layer. Padding (tokens that receive nothing) is left out everywhere."""
+    """Statistics of the dispatch and combine weights of one layer, without padding (tokens that receive nothing)."""
 
     def __init__(self, tokens: int, experts: int, slots_per_expert: int):
         self.shape = (tokens, experts, slots_per_expert)
@@ -144,7 +144,7 @@ class SparseStatistics:
 
 
 class TokenMass:
-    """The share that tokens have in all slots together: the sum of its dispatch weights (their mean is S / M)."""
+    """The share that a token has in all slots together: the sum of its dispatch weights, S / M on average."""
 
     def __init__(self) -> None:
         self.histogram = Histogram(0.0, 8.0, 1024)
@@ -226,11 +226,7 @@ class SlotWidth:
             }
             for i, level in enumerate(LEVELS)
         }
-        return {
-            "levels": levels,
-            "ranks": self.ranks.tolist(),
-            "curves": (self.curve_SK / images).tolist(),
-        }
+        return {"levels": levels, "ranks": self.ranks.tolist(), "curves": (self.curve_SK / images).tolist()}
 
 
 class Sharpness:

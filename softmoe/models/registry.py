@@ -50,15 +50,7 @@ _VIT_FIELDS = tuple(f.name for f in fields(ViTConfig) if f.name != "moe")
 
 def list_models() -> list[str]:
     """List the usual names. Others of the same form (any patch size, any number of experts) work too."""
-    patches = {
-        "ti": (16, 8),
-        "s": (32, 16, 14, 8),
-        "b": (32, 16),
-        "l": (32, 16),
-        "h": (14,),
-        "g": (14,),
-        "G": (14,),
-    }
+    patches = {"ti": (16, 8), "s": (32, 16, 14, 8), "b": (32, 16), "l": (32, 16), "h": (14,), "g": (14,), "G": (14,)}
     backbones = [f"{size}{patch}" for size, sizes in patches.items() for patch in sizes]
     dense = [f"vit_{backbone}" for backbone in backbones]
     sparse = [f"{router}_{backbone}_32e" for router in ROUTERS for backbone in backbones]

@@ -63,9 +63,7 @@ class UniformRouter(Router):
         check_tokens(x_BMD, mask, self.dim)
         B, M, _ = x_BMD.shape
         flat_BMNP = torch.zeros(
-            (B, M, self.num_experts, self.slots_per_expert),
-            dtype=routing_dtype(x_BMD.dtype),
-            device=x_BMD.device,
+            (B, M, self.num_experts, self.slots_per_expert), dtype=routing_dtype(x_BMD.dtype), device=x_BMD.device
         )
         return DenseRouting(softmax_over_tokens(flat_BMNP, mask), softmax_over_slots(flat_BMNP, mask))
 

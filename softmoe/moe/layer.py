@@ -67,12 +67,7 @@ class SoftMoE(MoE):
         )
 
     def forward(
-        self,
-        x: Tensor,
-        mask: Tensor | None = None,
-        grid: tuple[int, int] | None = None,
-        *,
-        is_causal: bool = False,
+        self, x: Tensor, mask: Tensor | None = None, grid: tuple[int, int] | None = None, *, is_causal: bool = False
     ) -> Tensor:
         if is_causal:
             raise ValueError(

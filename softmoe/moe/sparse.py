@@ -244,10 +244,7 @@ class ExpertsChoiceRouter(SparseRouter):
         group_G1 = torch.arange(G, device=x_BMD.device).view(G, 1)
         token_NGC = torch.where(real_NGC, token_NGC + L * group_G1, T)
         return SparseRouting(
-            token_NGC.flatten(1),
-            gate_NGC.flatten(1),
-            g.mask_GL.flatten()[:T],
-            (x_BMD.shape[0], x_BMD.shape[1]),
+            token_NGC.flatten(1), gate_NGC.flatten(1), g.mask_GL.flatten()[:T], (x_BMD.shape[0], x_BMD.shape[1])
         )
 
 

@@ -20,15 +20,7 @@ from softmoe.recipes import lit
 def recipe() -> train.TrainConfig:
     config = lit.recipe()
     text = train.TextSection(
-        size="ti",
-        width=64,
-        depth=2,
-        heads=4,
-        mlp_dim=256,
-        length=20,
-        vocab_size=4096,
-        embed_dim=64,
-        mask_padding=True,
+        size="ti", width=64, depth=2, heads=4, mlp_dim=256, length=20, vocab_size=4096, embed_dim=64, mask_padding=True
     )
     return replace(
         config,

@@ -106,8 +106,10 @@ def write_report(
     lead: tuple[str, ...] = (),
     figures: tuple[tuple[str, Any], ...] = (),
 ) -> Path:
-    """Write the page. Without a `lead` it begins with what slots and experts give; `figures` are (title, drawing) pairs
-    to stand first. Names come from files: all are escaped."""
+    """Write the page. Without a `lead` it begins with what slots and experts give.
+
+    `figures` are (title, drawing) pairs that come first. Names come from files: all are escaped.
+    """
     health = [(run.name, router_health(run)) for run in runs]
     text = render(
         "softmoe.report",
@@ -129,8 +131,10 @@ def write_report(
 
 
 def gains(runs: list[RunRecord]) -> list[str]:
-    """Say what slots and experts give where a model with soft experts stands beside a dense one, or that the run with
-    one expert and the same slots is missing, without which nobody can tell."""
+    """Say what slots and experts give if there are runs with soft experts, with one expert and without any.
+
+    If the run with one expert and the same slots is missing, the sentence says so.
+    """
     told = []
     for run in runs:
         beside = [other for other in runs if other.config.data.train == run.config.data.train]

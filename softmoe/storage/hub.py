@@ -49,15 +49,9 @@ def download(name: str, revision: str | None = None) -> Path:
 
 
 def upload(
-    folder: str | Path,
-    name: str,
-    *,
-    private: bool = False,
-    token: str | None = None,
-    commit_message: str | None = None,
+    folder: str | Path, name: str, *, private: bool = False, token: str | None = None, commit_message: str | None = None
 ) -> str:
-    """Put a saved model on the Hub under `user/name` and return its address. Without a `token` it is that of
-    `hf auth login`."""
+    """Put a saved model on the Hub under `user/name` and return its address; `token` defaults to `hf auth login`'s."""
     from softmoe.storage.saved import is_saved, open_saved
 
     if not is_saved(Path(folder)):
@@ -95,8 +89,10 @@ def push_to_hub(
     commit_message: str | None = None,
     **facts: Any,
 ) -> str:
-    """Save a model with its card, put it on the Hub under `user/name` and return its address. `facts` are options of
-    save_pretrained (classes, preprocessing, provenance); `softmoe.from_pretrained(name)` reads the model back."""
+    """Save a model with its card, put it on the Hub under `user/name` and return its address.
+
+    `facts` are options of save_pretrained (classes, preprocessing, provenance). softmoe.from_pretrained(name) reads it.
+    """
     from softmoe.storage.pretrained import save_pretrained
 
     with tempfile.TemporaryDirectory() as folder:

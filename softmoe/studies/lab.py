@@ -44,7 +44,7 @@ MORE = 1.2
 
 @dataclass(frozen=True)
 class Cell:
-    """One place of the grid: what its job is called there. The same job may be a cell of several studies."""
+    """One cell of a study's grid: a job with its labels and seed. A job may be a cell of several studies."""
 
     labels: dict[str, Any]
     seed: int
@@ -119,8 +119,9 @@ class Lab:
         return self.longer(self.config("dense", peak=factor * self.base.schedule.peak, **changes), **changes)
 
     def merged(self, **changes: Any) -> TrainConfig | None:
-        """Return the dense model whose tokens are merged in the middle of the depth (PatchMerger) into so many that a
-        step costs what one of Soft MoE costs; None where slots are not fewer than tokens.
+        """Return the dense model with tokens merged (PatchMerger) until a step costs what one of Soft MoE does.
+
+        They are merged in the middle of the depth. None if slots are not fewer than tokens.
         """
         if self.slots >= self.tokens:
             return None

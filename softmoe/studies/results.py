@@ -59,7 +59,7 @@ class Interval:
         return self.mean + self.half
 
     def __str__(self) -> str:
-        """Three digits of the larger of the two numbers."""
+        """Write mean and interval with three digits of the larger of the two."""
         largest = max(abs(self.mean), self.half if self.count > 1 else 0.0)
         digits = max(0, 2 - math.floor(math.log10(largest))) if largest else 0
         mean = f"{self.mean:+.{digits}f}"
@@ -192,7 +192,7 @@ def t_quantile(probability: float, freedom: int) -> float:
 
 
 def _below(angle: float, freedom: int) -> float:
-    """P(T < t) with t = sqrt(freedom) tan(angle): there the density is cos(angle) ** (freedom - 1), up to a factor.
+    """Return P(T < t) for t = sqrt(freedom) tan(angle), where the density is cos(angle) ** (freedom - 1) / a constant.
 
     Its integral is done by parts, two powers at a time, down to that of 1 or of the cosine.
     """
@@ -276,7 +276,4 @@ def write_verdict(folder: Path, title: str, story: str, claims: list[Claim], not
         lines.append((claim.text, claim.paper or "-", ours, claim.word))
     text = "\n\n".join([f"# {title}", story, markdown_table(lines), *notes]) + "\n"
     values = {"study": title, "claims": [claim.to_dict() for claim in claims], "notes": notes}
-    return [
-        write_text(folder / "verdict.md", text),
-        write_json(folder / "verdict.json", values),
-    ]
+    return [write_text(folder / "verdict.md", text), write_json(folder / "verdict.json", values)]

@@ -47,11 +47,7 @@ ADAPTER_RATE = 5.0
 
 
 def transfer_config(
-    config: TrainConfig,
-    weights: str | Path,
-    *,
-    image_size: int | tuple[int, int] | None = None,
-    adapters: bool = False,
+    config: TrainConfig, weights: str | Path, *, image_size: int | tuple[int, int] | None = None, adapters: bool = False
 ) -> TrainConfig:
     """Return `config` with the shape and weights of a saved model, for images of this size (None: the model's own).
 

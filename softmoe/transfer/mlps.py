@@ -37,8 +37,10 @@ class TwoModuleMLP(nn.Module):
 
 @dataclass(frozen=True)
 class DenseMLP:
-    """An MLP by its weights, as nn.Linear stores them, and its form: act(x w1 + b1) w2 + b2, or with a gate
-    (act(x gate + c) * (x w1 + b1)) w2 + b2."""
+    """An MLP by its weights, as nn.Linear stores them, and its activation.
+
+    It computes act(x w1 + b1) w2 + b2, or with a gate (act(x gate + c) * (x w1 + b1)) w2 + b2.
+    """
 
     first: Affine
     second: Affine

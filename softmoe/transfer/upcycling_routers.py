@@ -144,8 +144,9 @@ def cluster_centers(x_BMD: Tensor, count: int) -> Tensor:
 
 
 def place_directions(x_BMD: Tensor, count: int) -> Tensor:
-    """Return (D, count) directions: the regression of each place on its token. With more places than slots, places with
-    like tokens form groups; with more slots than places they begin again."""
+    """Return (D, count) directions: the regression of each place on its token.
+
+    With more places than slots, places with like tokens form groups; with more slots than places they begin again."""
     x_BMD = l2_normalize(x_BMD, dim=-1)
     B, M, D = x_BMD.shape
     mean_MD = x_BMD.mean(0)
