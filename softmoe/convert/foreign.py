@@ -67,10 +67,7 @@ def hash_once(path: Path, _changed: int) -> str:
 
 
 def open_foreign(where: str | Path, **options: Any) -> Foreign | None:
-    """Read the model in a file, a folder or on the Hub; None if it is saved by softmoe itself.
-
-    `options` are arguments of `from_timm` (heads, mean, std, ...), which override the settings beside the weights.
-    """
+    """Read the model in a file, folder or on the Hub, with options of `from_timm` beside; None if softmoe saved it."""
     address, more = split_options(str(where))
     options = more | options
     place = locate(address)
