@@ -39,7 +39,8 @@ def bench_loop(probes: Probes, *, seconds: float = 15.0, rounds: int = 41) -> It
             config = replace(config, runs=folder, log=replace(config.log, quiet=True))
             ahead = config.data.prefetch  # a round is a multiple of it, since so many batches may be made at once
             timings = step_times(config, ahead * max(1, round(seconds / 2 / rounds / 0.1 / ahead)), rounds)
-        shape = config.model.resolve(288, config.data.transform.image_size)
+        classes = len(open_source(config.data.train, config.data.train_split).classes)
+        shape = config.model.resolve(classes, config.data.transform.image_size)
         price, batch = cost(shape), config.data.batch_size
         height, width = shape.image_shape
         least = roofline.seconds(*Work(batch * price.macs, price.params, batch * 3 * height * width).train())

@@ -6,7 +6,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from softmoe.cli.parse import check_new, parse, parse_size
+from softmoe.cli.parse import check_new, parse, parse_size, unused_path
 from softmoe.evaluate.api import OnDevice, OthersWeights
 from softmoe.machine import Precision
 
@@ -199,12 +199,13 @@ class SelftestArguments:
     """auto, cpu, cuda, cuda:1."""
     quick: bool = False
     """Seconds instead of minutes: smaller runs, no torch.compile."""
-    output: Path = Path("selftest.md")
-    """The page to write; it names the machine and nothing of its user."""
+    out: Path | None = None
+    """The page to write, selftest.md if not given, with a number if there is one; it names nothing of the user."""
 
 
 def selftest_command(argv: list[str]) -> int:
     a = parse(SelftestArguments, argv, "selftest")
+    check_new(a.out, "--out")
 
     from softmoe.bench.report import facts, page
     from softmoe.bench.selftest import selftest
@@ -216,6 +217,7 @@ def selftest_command(argv: list[str]) -> int:
     for check in selftest(device, quick=a.quick):
         checks.append(check)
         print(f"{check.state:<10} {check.name}: {check.said}", flush=True)
-    write_text(a.output, page(checks, facts(device), device, quick=a.quick))
-    print(f"wrote {a.output}")
+    out = a.out or unused_path(Path("selftest.md"))
+    write_text(out, page(checks, facts(device), device, quick=a.quick))
+    print(f"wrote {out}")
     return 1 if any(check.state == "WRONG" for check in checks) else 0

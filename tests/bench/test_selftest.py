@@ -20,7 +20,7 @@ def test_the_page_says_what_is_right_and_what_was_not_there(
     """All checks that a CPU can run are right, the others are named, and nothing of the user is on the page."""
     page = tmp_path / "page.md"
     monkeypatch.setenv("TORCH_HOME", str(Path.home() / "torch"))
-    assert main(["selftest", "--quick", "--device", "cpu", "--output", str(page)]) == 0
+    assert main(["selftest", "--quick", "--device", "cpu", "--out", str(page)]) == 0
     text, (shown, errors) = page.read_text(), capsys.readouterr()
     assert not errors
     assert text.startswith("# softmoe selftest on cpu (quick form)\n")
@@ -76,7 +76,7 @@ def test_what_is_wrong_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     checks = {"a": wrong, "b": broken, "c": missing, "d": lambda setup: "fine", "e": small}
     monkeypatch.setattr(module, "CHECKS", checks)
     page = tmp_path / "page.md"
-    assert main(["selftest", "--device", "cpu", "--output", str(page)]) == 1
+    assert main(["selftest", "--device", "cpu", "--out", str(page)]) == 1
     text = page.read_text()
     assert "1 checks are right, 2 wrong, 2 not tested here (c, e)." in text
     line = broken.__code__.co_firstlineno + 1
