@@ -106,8 +106,9 @@ def test_the_model_computes_in_the_precision_that_is_asked_for(command, tmp_path
         return plain(router, *given)
 
     monkeypatch.setattr(SoftRouter, "forward", forward)
-    monkeypatch.setattr("softmoe.evaluate.inputs.match_classes", lambda source, *_: (source, "number"))
-    monkeypatch.setattr("softmoe.evaluate.classify.classification", lambda model, batches: run_once(model, batches))
+    for room in ("evaluate.inputs", "transfer.soups"):
+        monkeypatch.setattr(f"softmoe.{room}.match_classes", lambda source, *_: (source, "number"))
+    monkeypatch.setattr("softmoe.transfer.soups.classification", lambda model, batches: run_once(model, batches))
     model, data = str(tmp_path / "m"), "shapes?size=16"
     words = {
         "inspect": [model, data, "--images", "0", "--examples", "4"],
