@@ -153,7 +153,8 @@ def _only_reference(box: list[Tensor], others: int) -> bool:
     Where torch cannot count the users of memory none is assumed, since the optimizer released the gradient.
     """
     count = getattr(torch._C, "_storage_Use_Count", None)
-    shared = count is not None and count(box[0].untyped_storage()._cdata) > 2  # the tensor and the storage asked here
+    storage = box[0].untyped_storage()  # kept until it is counted: some versions of torch count it, others would not
+    shared = count is not None and count(storage._cdata) > 2  # the tensor and this one
     return not shared and sys.getrefcount(box[0]) <= 2 + others  # the list and the argument
 
 
