@@ -16,7 +16,12 @@ from softmoe.accelerate.optimizer import CompactAdamW, Flat, Workspace, in_piece
 from softmoe.moe import Experts, PlacedRouter, SoftRouter
 
 triton = pytest.importorskip("triton", reason="needs triton: pip install softmoe[dev]")
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of values that are masked
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # numpy's, of values that are masked
+    # numpy's, of the interpreter of triton 3.5: from numpy 2.4 on that is an error
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Please use the new API settings:UserWarning"),  # torch 2.9's, of TF32
+]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 DTYPES = list(TOLERANCE)
 
