@@ -17,6 +17,7 @@ LARGE = 1 << 22
 """Bytes; for smaller tensors the call itself takes most of the time."""
 LANES = 16
 """Numbers in the widest vector that the compiled loops use."""
+TORCH_2_9 = torch.__version__.startswith("2.9.")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 ASYNC_DEVICES = ("cuda",)
 """Devices that the host does not wait for in a step: they skip bad steps themselves, and are read a step late."""
@@ -87,6 +88,12 @@ def no_tracing_or_transforms() -> bool:
         or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
         or torch._C._are_functorch_transforms_active()
     )
+
+
+def is_exporting() -> bool:
+    """Tell if a model is being exported. While torch 2.9 compiles one, its own answer is yes too."""
+    compiled = TORCH_2_9 and torch.compiler.is_dynamo_compiling()
+    return torch.compiler.is_exporting() and not compiled
 
 
 def has_no_hooks(layer: nn.Module, kind: type[T]) -> TypeGuard[T]:

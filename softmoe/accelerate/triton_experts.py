@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from softmoe.accelerate import fastest
-from softmoe.accelerate.guards import Off, swap_class
+from softmoe.accelerate.guards import Off, is_exporting, swap_class
 from softmoe.accelerate.soft import in_autocast_dtype
 from softmoe.moe import Experts
 
@@ -41,7 +41,7 @@ class TritonExperts(Experts):
                 and fastest.may_use(x_NSD, *weights)
                 and fastest.kernel_is_faster("experts", by_torch, by_kernels, x_NSD, *weights)
             )
-        if not self.use_kernels or torch.compiler.is_exporting():  # an exported file runs without this package
+        if not self.use_kernels or is_exporting():  # an exported file runs without this package
             return super().forward(x_NSD)
         return by_kernels(x_NSD, *weights)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from softmoe.accelerate import fastest
-from softmoe.accelerate.guards import Off, swap_class
+from softmoe.accelerate.guards import Off, is_exporting, swap_class
 from softmoe.accelerate.soft import LogitsRouting, in_autocast_dtype, similarity, similarity_gradient
 from softmoe.moe import DenseRouting, PlacedRouter, SoftRouter
 from softmoe.moe.routing import check_tokens, no_autocast
@@ -68,7 +68,7 @@ class _TritonMixin:
 
     def by_kernels(self) -> bool:
         """True where the kernels are used; not in a file that is exported, which runs without this package."""
-        return self.use_kernels and not torch.compiler.is_exporting()
+        return self.use_kernels and not is_exporting()
 
     def similarity(self: Any, x_BMD: Tensor) -> Tensor:
         if not self.by_kernels():
