@@ -61,6 +61,11 @@ def prepare_environment() -> None:
         os.environ["ONEDNN_MAX_CPU_ISA"] = cap
 
 
+def home_path(path: str | Path) -> Path:
+    """Return a path with `~` replaced by the home folder of a user, or as it is if there is no such user."""
+    return Path(os.path.expanduser(path))
+
+
 def is_first_process() -> bool:
     """Tell if this is the process of a run of many, as torchrun starts them, that speaks for all."""
     return os.environ.get("RANK", "0") == "0"

@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from softmoe.cli.parse import Printed, can_write, check_new, parse, percent_on_terminal, unused_path
 from softmoe.evaluate import Evaluate, FewShot, Predict
+from softmoe.machine import home_path
 from softmoe.storage.files import whole_file, write_bytes
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def page_beside(model: str) -> Path | None:
     """Return a new file in the folder of the model's run, or beside the model; None if nothing can be written there."""
     from softmoe.convert.foreign import split_options
 
-    path = Path(os.path.expanduser(split_options(model)[0]))
+    path = home_path(split_options(model)[0])
     if not path.exists():
         return None
     if path.name in ("", ".."):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from softmoe.convert.timm import from_timm, read_safetensors, read_tensors
 from softmoe.convert.vit import from_vit
-from softmoe.machine import choose_device
+from softmoe.machine import choose_device, home_path
 from softmoe.models import VisionTransformer
 from softmoe.models.config import check_same_function
 from softmoe.models.conventions import POOLS
@@ -154,7 +154,7 @@ _OPTION_PARSERS: dict[str, Any] = {
 
 def locate(address: str) -> Path | None:
     """Find the file or folder of another library's weights; None for a model that `open_saved` opens."""
-    path = Path(os.path.expanduser(address))  # as it is, where there is no such home
+    path = home_path(address)
     if path.is_dir():
         return path if is_foreign(path) else None
     if path.suffix in PICKLES:
@@ -319,7 +319,7 @@ def from_pretrained(
     checksums and the look for NaN, never the names, shapes and types. `options` are what a file of others' weights
     does not tell: mean, std, heads, activation, image_size, pool, norm_eps.
     """
-    if revision is not None and not os.path.exists(os.path.expanduser(where)):
+    if revision is not None and not os.path.exists(home_path(where)):
         where = hub.download(str(where), revision)
     if found := open_foreign(where, **options):
         model = found.model.to(choose_device(str(device)), dtype)

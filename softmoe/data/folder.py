@@ -24,7 +24,7 @@ import numpy as np
 from softmoe.data.decode import BrokenImage, decode, read_image_file, read_member
 from softmoe.data.files import MAX_TEXT, ByteReader, Names, file_size, tar_members, unpacked
 from softmoe.data.source import Example, MinSide, Source, checked_titles, fingerprint
-from softmoe.machine import is_first_process
+from softmoe.machine import home_path, is_first_process
 from softmoe.storage.files import MAX_JSON_BYTES, check_names, parse_json, read_json
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")
@@ -75,7 +75,7 @@ class FolderSource(Source):
 
 
 def open_folder(path: str, split: str, *, val: str | None = None) -> FolderSource:
-    root = Path(os.path.expanduser(path))
+    root = home_path(path)
     if not root.exists():
         raise ValueError(f"The data folder {root} does not exist; give one with <class>/<image> in it: --data PATH.")
     if root.is_file():
@@ -277,7 +277,7 @@ class PairsSource(Source):
 
 
 def open_pairs(path: str, split: str, *, val: str | None = None) -> PairsSource:
-    above = Path(os.path.expanduser(path))
+    above = home_path(path)
     root = above / split
     whole = above.is_dir() and not any((above / s).is_dir() for s in (*_SPLITS, split))
     if not root.is_dir() and not whole:

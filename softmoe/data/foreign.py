@@ -13,7 +13,6 @@ applies. The split "val" is the set's `validation`, or its `test` if it has none
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +23,7 @@ import numpy as np
 from softmoe.data.decode import MAX_PIXELS, BrokenImage, decode, read_image_file
 from softmoe.data.files import unpacked
 from softmoe.data.source import Example, MinSide, Source, count_classes, fingerprint, shortened
+from softmoe.machine import home_path
 from softmoe.storage.files import check_names, first_line
 
 _PREFIXES = {"val": ("t10k", "test", "val"), "test": ("t10k", "test")}
@@ -69,7 +69,7 @@ class IdxSource(Source):
 
 
 def open_idx(path: str, split: str) -> IdxSource:
-    folder = Path(os.path.expanduser(path))
+    folder = home_path(path)
     if not folder.is_dir():
         raise ValueError(
             f"The folder {folder} does not exist; idx:PATH needs PATH/train-images-idx3-ubyte and its labels."
@@ -203,7 +203,7 @@ def open_hf(
 
 
 def _load(datasets: Any, path: str, config: str) -> Any:
-    folder = Path(os.path.expanduser(path))
+    folder = home_path(path)
     try:
         if (folder / "dataset_dict.json").is_file():
             return datasets.load_from_disk(str(folder))

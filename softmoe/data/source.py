@@ -19,7 +19,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import inspect
-import os
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from softmoe.machine import home_path
 from softmoe.storage.files import check_names
 
 # The shortest side the reader needs: a number, or a function of the stored (height, width) that is called
@@ -147,7 +147,7 @@ def parse_uri(uri: str) -> tuple[str, str, dict[str, str]]:
     """Return scheme, path and options of a source string, or raise ValueError. A path that exists means folder:PATH."""
     address, _, query = uri.partition("?")
     scheme, _, path = address.partition(":")
-    if scheme not in _SCHEMES and Path(os.path.expanduser(address)).exists():
+    if scheme not in _SCHEMES and home_path(address).exists():
         scheme, path = "folder", address
     elif scheme not in _SCHEMES and (not path or len(scheme) == 1) and ("/" in address or "\\" in address):
         raise ValueError(

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import io
 import itertools
-import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +25,7 @@ import torch
 from softmoe.data.decode import BrokenImage
 from softmoe.data.order import order
 from softmoe.data.source import Example, MinSide, Source, fingerprint
+from softmoe.machine import home_path
 from softmoe.storage.files import first_line, read_bytes
 
 _ENDS = ("</s>", "<|endoftext|>", "<eos>", "<|end|>", "[SEP]")  # names of the end token; the first that exists counts
@@ -47,7 +47,7 @@ class Tokenizer:
 
     @classmethod
     def open(cls, path: str | Path, lower: bool = True) -> Tokenizer:
-        file = Path(os.path.expanduser(path))
+        file = home_path(path)
         if not file.is_file():
             raise ValueError(f"there is no tokenizer file {file}; make one with `softmoe tokenizer train`")
         return cls(file.name, read_bytes(file), lower)

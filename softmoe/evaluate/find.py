@@ -14,6 +14,7 @@ from softmoe.evaluate.api import Search, as_list
 from softmoe.evaluate.features import Progress
 from softmoe.evaluate.inputs import FileSource, find_images
 from softmoe.evaluate.towers import load_towers
+from softmoe.machine import home_path
 from softmoe.storage.files import write_text
 from softmoe.storage.pages import render, thumbnail
 
@@ -64,7 +65,7 @@ def run_search(options: Search, progress: Progress | None = None) -> Hits:
         raise ValueError(f"top must be at least 1, got {options.top}")
     names = as_list(options.images)
     for name in names:
-        if not os.path.lexists(Path(os.path.expanduser(name))) and not glob.has_magic(name):
+        if not os.path.lexists(home_path(name)) and not glob.has_magic(name):
             raise ValueError(
                 f"there is no image file or folder {name!r}; the text to search for is one argument, in quotes"
             )

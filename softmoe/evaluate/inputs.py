@@ -3,7 +3,6 @@
 import glob
 import json
 import logging
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,7 +18,7 @@ from softmoe.data.decode import decode, read_image_file
 from softmoe.data.folder import IMAGE_SUFFIXES
 from softmoe.data.source import MinSide, fingerprint
 from softmoe.inference import Storage, open_mapped, prepare
-from softmoe.machine import Precision, choose_device, choose_precision
+from softmoe.machine import Precision, choose_device, choose_precision, home_path
 from softmoe.models import TwoTower, VisionTransformer
 from softmoe.storage import Preprocessing, SavedModel, load_saved, open_saved
 from softmoe.storage.files import read_json
@@ -49,7 +48,7 @@ class Loaded:
 def open_model(where: str | Path) -> SavedModel:
     """Open the saved model that a user names, and say so if it is the checkpoint of a run that has not ended."""
     saved = open_saved(where)
-    if saved.folder.parent.name == "checkpoints" and saved.folder != Path(os.path.expanduser(where)):
+    if saved.folder.parent.name == "checkpoints" and saved.folder != home_path(where):
         step, steps = saved.provenance["step"], read_json(saved.folder / "state.json")["config"]["steps"]
         if step < steps:
             told = "softmoe: the run %s is not finished: this is its checkpoint of step %s of %s"
@@ -258,7 +257,7 @@ def find_images(patterns: Sequence[str]) -> list[Path]:
     """
     found: dict[Path, None] = {}
     for pattern in patterns:
-        path = Path(os.path.expanduser(pattern))
+        path = home_path(pattern)
         if path.is_dir():
             below = [p for p in path.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES and not p.is_dir()]
             if not below:

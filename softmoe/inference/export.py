@@ -5,7 +5,6 @@ run at two batch sizes and compared with the model; a file that differs is remov
 """
 
 import logging
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from softmoe.accelerate.torch_private import compile_package
 from softmoe.inference.prepared import prepare
-from softmoe.machine import Precision, choose_precision
+from softmoe.machine import Precision, choose_precision, home_path
 from softmoe.storage.files import write_json, write_text
 from softmoe.storage.preprocessing import Preprocessing
 
@@ -66,7 +65,7 @@ def export(
     """
     if to not in FORMATS:
         raise ValueError(f"the format must be one of {', '.join(FORMATS)}, got {to!r}")
-    target = Path(os.path.expanduser(path))
+    target = home_path(path)
     if not target.resolve().parent.is_dir():
         raise ValueError(f"there is no folder {target.resolve().parent} to write {target.name} into")
     if target.suffix != SUFFIX[to]:

@@ -188,7 +188,7 @@ def evenly(total: int, count: int) -> Sequence[int]:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was found inside one model. `layers` maps the layers' names, in the model's order, to plain results."""
+    """The findings inside one model. `layers` maps the layers' names, in the model's order, to plain results."""
 
     name: str
     images: int

@@ -7,7 +7,6 @@ The folder says in config.json (provenance.base) where the base lies and the fin
 moved is also looked for beside the folder, under its own name.
 """
 
-import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from softmoe.machine import home_path
 from softmoe.models import VisionTransformer
 from softmoe.models.embed import LearnedPositions
 from softmoe.storage import hub
@@ -51,11 +51,7 @@ def facts_of_base(where: str | Path) -> dict[str, str]:
     saved = open_saved(where)
     if "base" in saved.provenance:
         raise ValueError(f"{where} holds adapters itself: give its base, {saved.provenance['base']['where']}")
-    name = (
-        str(where)
-        if hub.is_id(str(where)) and not Path(where).exists()
-        else str(Path(os.path.expanduser(where)).resolve())
-    )
+    name = str(where) if hub.is_id(str(where)) and not Path(where).exists() else str(home_path(where).resolve())
     return {"where": name, "fingerprint": saved.fingerprint}
 
 

@@ -10,13 +10,13 @@ A training checkpoint (runs/NAME/checkpoints/step_...) is read as well; its fact
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_type_hints
 
+from softmoe.machine import home_path
 from softmoe.models.config import MoEConfig, TextConfig, TwoTowerConfig, ViTConfig, option_names, without_unused_options
 from softmoe.moe.routing import ROUTERS
 from softmoe.storage import hub
@@ -106,7 +106,7 @@ def open_saved(where: str | Path) -> SavedModel:
     Of a run: its exported model/ if there is one, else the best checkpoint, else the last. `demo`, where there is no
     folder of that name, is the small model that comes inside the package.
     """
-    path = follow_link(Path(os.path.expanduser(where)))
+    path = follow_link(home_path(where))
     if str(where) == "demo" and not path.exists():
         return read_saved(DEMO)
     if path.is_file():

@@ -248,7 +248,7 @@ def join_parts(
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run left behind. `rows` are the lines of metrics.jsonl, of training and of evaluations, in order."""
+    """The settings and metrics of a run, read from its folder. `rows` are the lines of metrics.jsonl, in order."""
 
     name: str
     folder: Path

@@ -102,9 +102,8 @@ def forward_backward(run: Run, batch: Any) -> tuple[Tensor, Tensor, dict[str, Te
             loss, found = run.objective(run.forward, part)
         auxiliary = balance_loss(run)
         loss = loss if auxiliary is None else loss + auxiliary
-        if run.in_backward is None or run.in_backward.may_begin(
-            loss
-        ):  # one that is not finite must not reach the weights
+        # updates in the backward pass: a loss that is not finite must not reach the weights
+        if run.in_backward is None or run.in_backward.may_begin(loss):
             (loss / len(parts)).backward()
         losses.append(loss.detach())
         numbers.append(found)

@@ -40,7 +40,7 @@ def test_a_tenth_of_each_class(photos: Path, prefix: str, caplog: pytest.LogCapt
 
 
 def test_one_process_of_many_says_it(photos: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
-    """Of the processes of a run only the first says that a part is kept."""
+    """Only the first process of a run says that a part is kept for validation."""
     monkeypatch.setenv("RANK", "1")
     open_source(str(photos), "train")
     assert caplog.messages == []
