@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from softmoe import recipes
-from softmoe.cli.parse import whole_key
+from softmoe.cli.habits import whole_key
 from softmoe.cli.train import more_evaluators
 from softmoe.machine import is_first_process
 from softmoe.models.config import router_options

@@ -4,6 +4,7 @@ Nothing here overrides a variable that the user set.
 """
 
 import getpass
+import itertools
 import multiprocessing
 import os
 import signal
@@ -64,6 +65,12 @@ def prepare_environment() -> None:
 def home_path(path: str | Path) -> Path:
     """Return a path with `~` replaced by the home folder of a user, or as it is if there is no such user."""
     return Path(os.path.expanduser(path))
+
+
+def unused_path(path: Path) -> Path:
+    """Return the path or, if something is there, the same with a number: evaluation_2.html."""
+    numbered = (path.with_stem(f"{path.stem}_{number}") for number in itertools.count(2))
+    return next(p for p in itertools.chain([path], numbered) if not p.exists())
 
 
 def is_first_process() -> bool:

@@ -5,8 +5,10 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
+import venv
 import zipfile
 from pathlib import Path
 
@@ -61,6 +63,37 @@ main(["--version"])
         str(tmp_path / "softmoe" / "__init__.py"),
         f"softmoe {softmoe.__version__}",
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_installed_by_pip(kind: str, tmp_path: Path):
+    """In an environment of its own the command is there, and the model inside the package answers."""
+    place = tmp_path / "env"
+    venv.create(place, with_pip=False)
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(place), "platbase": str(place)}))
+    (packages / "ours.pth").write_text("\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+
+    def run(*words: str) -> str:
+        done = subprocess.run(
+            [str(place / "bin" / words[0]), *words[1:]],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    options = ("--no-deps", "--no-build-isolation", "--no-index", "--ignore-installed", "--disable-pip-version-check")
+    run("python", "-m", "pip", "install", *options, str(build(kind, tmp_path)))
+    home = run("python", "-c", "import softmoe; print(softmoe.__file__)").strip()
+    assert home == str(packages / "softmoe" / "__init__.py")
+    assert run("softmoe", "--version") == f"softmoe {softmoe.__version__}\n"
+    assert "3 of 3 right, of 288 classes" in run("softmoe", "demo", "--pictures", "3")
+    assert (tmp_path / "softmoe_demo" / "inspect.html").is_file()
 
 
 def test_what_the_index_is_told(wheel: Path):

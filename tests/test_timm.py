@@ -2,14 +2,13 @@
 
 import importlib
 import importlib.util
-import re
 import sys
 import types
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
+from others import real_timm
 
 from softmoe import list_models
 
@@ -64,27 +63,13 @@ def test_without_timm_the_extra_is_named(monkeypatch):
 
 @pytest.fixture
 def real(monkeypatch):
-    """timm itself, if it is installed. torchvision comes compiled for one build of torch and cannot be imported beside
-    another: its operators, none of which timm's models use, are then declared first."""
-    if importlib.util.find_spec("timm") is None or importlib.util.find_spec("torchvision") is None:
-        pytest.skip("timm is not installed")
+    """timm itself with our models in it, if it is installed."""
+    timm = real_timm()
     monkeypatch.delitem(sys.modules, "softmoe.timm", raising=False)
-    spec = importlib.util.find_spec("torchvision")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    if not hasattr(torch.ops.torchvision, "nms"):
-        text = (Path(spec.submodule_search_locations[0]) / "_meta_registrations.py").read_text()
-        library = torch.library.Library("torchvision", "DEF")
-        for name in re.findall(r'(?:register_meta\("|register_fake\("torchvision::)(\w+)"', text):
-            library.define(f"{name}(Tensor x) -> Tensor")
-        monkeypatch.setitem(globals(), "_kept", library)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import timm  # pyright: ignore[reportMissingImports]
-        import timm.data
-        import timm.optim
-
-        importlib.import_module("softmoe.timm")
+        for name in ("timm.data", "timm.optim", "softmoe.timm"):
+            importlib.import_module(name)
         yield timm
     sys.modules.pop("softmoe.timm", None)
 

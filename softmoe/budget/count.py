@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple, get_args
 
-from softmoe.budget.parts import SPARSE, Part, Routed, backward_macs, checked, parts, patches, routed
+from softmoe.budget.parts import SPARSE, Part, Routed, backward_macs, checked, parts, patches, routed, token_widths
 from softmoe.models import TextConfig, TwoTowerConfig, VisionTransformer, ViTConfig, model_config
 from softmoe.models.registry import override
 from softmoe.models.two_tower import features_dim
@@ -84,7 +84,7 @@ def elementwise(config: ViTConfig, terms: Terms, *, one_hot: bool = False) -> in
         tokens, head_rows = tokens - t.qk_norm[0], head_rows - t.qk_norm[1]
     blocks = sum(tokens * m * D + t.pairs * A * m**2 + head_rows * A * m + t.token_rows * m for m in entering)
     moe = routed(c)
-    hidden = (sum(entering) - (moe.replaced if moe else 0) * c.tokens) * t.hidden * H
+    hidden = token_widths(c) * t.hidden
     total = Fraction(blocks + hidden + t.outside * M * D + t.classes * (c.num_classes or 0))
     if c.pool == "attention":
         total += t.pool * (8 * M * D + 4 * A * M + 9 * H + 20 * D)

@@ -10,10 +10,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from softmoe.budget.count import cost
-from softmoe.budget.parts import LEARNED, SPARSE, checked, parts, patches, routed
+from softmoe.budget.parts import LEARNED, SPARSE, checked, mlp_widths, parts, patches, routed, token_widths
 from softmoe.models import ViTConfig
 
-OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 1, "none": 0}  # numbers kept per parameter; sgd with momentum
+OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "muon": 2, "sgd": 1, "none": 0}
+"""Numbers kept per parameter; of the matrices that Muon itself updates one less. SGD is with momentum."""
 ROUTING_BYTES = 4  # routers compute in float32 whatever the model runs in
 INDEX_BYTES = 8
 MAX_IN_FLIGHT = 2  # gradients of one shape at work at the same time, as softmoe/accelerate/buffers.py has it
@@ -65,8 +66,15 @@ def memory(
     state_bytes = weight_bytes if state_bytes is None else state_bytes
     at_once = (1 if state_bytes == weight_bytes else MAX_IN_FLIGHT) * largest_parameter(config) * weight_bytes + WAITING
     gradients = min(weights, at_once) if in_backward else weights
-    states = OPTIMIZER_STATES[optimizer] * params * state_bytes
-    return Memory(weights, gradients, states, activations)
+    numbers = OPTIMIZER_STATES[optimizer] * params - (block_matrices(config) if optimizer == "muon" else 0)
+    return Memory(weights, gradients, numbers * state_bytes, activations)
+
+
+def block_matrices(config: ViTConfig) -> int:
+    """Count the weights in the matrices of attention, MLPs and experts, biases left out."""
+    c, moe = config, routed(config)
+    experts = 0 if moe is None else moe.layers * moe.experts * moe.hidden
+    return 2 * c.width * (c.depth * 2 * c.width + sum(mlp_widths(c)) + experts)
 
 
 def largest_parameter(config: ViTConfig) -> int:
@@ -93,23 +101,17 @@ def activation_memory(config: ViTConfig, batch_size: int, item: int, recomputed:
 
 def block_bytes(config: ViTConfig, batch_size: int, item: int) -> list[tuple[int, int]]:
     """Return for each block the tokens of an image that enter it, and the bytes that it keeps for the backward pass."""
-    c, blocks = config, []
+    c, blocks, widths = config, [], mlp_widths(config)
     for index, tokens in enumerate(c.tokens_by_block[:-1]):
         kept = attention_bytes(c, batch_size, tokens, item)
         if index in c.moe_blocks:
             kept += moe_bytes(c, batch_size, item)
-        if has_mlp(c, index):
-            kept += mlp_bytes(c, batch_size * tokens, item)
+        if widths[index]:
+            kept += mlp_bytes(c, widths[index], batch_size * tokens, item)
         if c.merge and c.merge[0] == index:
             kept += merger_bytes(c, batch_size, item)
         blocks.append((tokens, kept))
     return blocks
-
-
-def has_mlp(config: ViTConfig, index: int) -> bool:
-    """Return whether a block has an MLP: experts may stand in its place or beside it."""
-    moe = routed(config)
-    return moe is None or index not in config.moe_blocks or not moe.replaced
 
 
 def blocks_to_recompute(config: ViTConfig, batch_size: int, item: int, limit: float) -> tuple[int, ...]:
@@ -140,12 +142,11 @@ def blocks_to_recompute(config: ViTConfig, batch_size: int, item: int, limit: fl
 
 def block_work(config: ViTConfig) -> list[float]:
     """Return each block's part of the multiply-accumulates of an image, in proportion to its tokens."""
-    part, entering = parts(config), config.tokens_by_block[:-1]
-    with_mlp = sum(tokens for index, tokens in enumerate(entering) if has_mlp(config, index))
+    part, entering, widths = parts(config), config.tokens_by_block[:-1], mlp_widths(config)
     routed_work = (part["routing"].macs + part["experts"].macs) / max(1, len(config.moe_blocks))
     return [
         part["attention"].macs * tokens / sum(entering)
-        + (part["mlp"].macs * tokens / with_mlp if has_mlp(config, index) else 0)
+        + part["mlp"].macs * tokens * widths[index] / max(1, token_widths(config))
         + (routed_work if index in config.moe_blocks else 0)
         for index, tokens in enumerate(entering)
     ]
@@ -175,10 +176,10 @@ def attention_bytes(config: ViTConfig, batch_size: int, tokens: int, item: int) 
     return kept * item
 
 
-def mlp_bytes(config: ViTConfig, T: int, item: int) -> int:
+def mlp_bytes(config: ViTConfig, hidden: int, T: int, item: int) -> int:
     """Return the bytes of a dense MLP: before and after the GELU; with dropout its two masks."""
-    masks = config.mlp_dim + config.width if config.dropout else 0
-    return T * (2 * config.mlp_dim + masks) * item
+    masks = hidden + config.width if config.dropout else 0
+    return T * (2 * hidden + masks) * item
 
 
 def merger_bytes(config: ViTConfig, batch_size: int, item: int) -> int:

@@ -38,7 +38,7 @@ class Routed:
     capacity     rows per expert and group (sparse routers)
     mask         M * N * capacity: entries of the one-hot matrix of the paper's dispatcher, which ours never makes
     hidden       H of the experts
-    replaced     how many of these layers stand in an MLP's place: all, or none if the MLPs are kept beside
+    kept         H of the MLPs beside the experts; 0 if experts stand in their place
     """
 
     router: str
@@ -49,7 +49,7 @@ class Routed:
     capacity: int = 0
     mask: Fraction = Fraction(0)
     hidden: int = 0
-    replaced: int = 0
+    kept: int = 0
 
 
 def checked(config: ViTConfig) -> ViTConfig:
@@ -75,7 +75,7 @@ def routed(config: ViTConfig) -> Routed | None:
         return None
     M, N = config.tokens, moe.num_experts
     name = counted_as(moe.router)
-    of_layer: dict[str, Any] = {"hidden": moe.hidden_dim(config.mlp_dim), "replaced": 0 if moe.keep_mlp else layers}
+    of_layer: dict[str, Any] = {"hidden": moe.hidden_dim(config.mlp_dim), "kept": moe.kept_width(config.mlp_dim)}
     if isinstance(moe.router, SparseConfig):
         group = moe.router.group_size or M
         capacity = sparse_capacity(moe, group)
@@ -85,6 +85,17 @@ def routed(config: ViTConfig) -> Routed | None:
         return Routed(name, layers, N, Fraction(N * -(-M // N)), **of_layer)
     slots = N * vars(moe.router)["slots_per_expert"]
     return Routed(name, layers, N, Fraction(slots), slots=slots, **of_layer)
+
+
+def mlp_widths(config: ViTConfig) -> list[int]:
+    """Return the hidden width of each block's MLP: the kept one beside experts, 0 where they stand in its place."""
+    moe = routed(config)
+    return [moe.kept if moe and block in config.moe_blocks else config.mlp_dim for block in range(config.depth)]
+
+
+def token_widths(config: ViTConfig) -> int:
+    """Return the hidden numbers of all MLPs of the blocks for one image: tokens times width, added up."""
+    return sum(M * H for M, H in zip(config.tokens_by_block[:-1], mlp_widths(config), strict=True))
 
 
 def counted_as(router: RouterConfig) -> str:
@@ -121,11 +132,10 @@ def parts(config: ViTConfig, *, one_hot: bool = False) -> dict[str, Part]:
     With `one_hot`, sparse routers pay for the two one-hot products of the paper's dispatcher.
     """
     c = config
-    D, H, L = c.width, c.mlp_dim, c.depth
+    D, L = c.width, c.depth
     moe = routed(c)
-    replaced = moe.replaced if moe else 0
-    entering = c.tokens_by_block[:-1]
-    one_mlp = mlp_params(D, H)
+    entering, widths = c.tokens_by_block[:-1], mlp_widths(c)
+    mlps = Part(sum(mlp_params(D, H) for H in widths if H), token_widths(c) * 2 * D)
     routing, experts = Part(0, 0), Part(0, 0)
     if moe and c.moe:
         routing = Part(moe.layers * router_params(c.moe.router, D), round(moe.layers * router_macs(c, one_hot)))
@@ -134,7 +144,7 @@ def parts(config: ViTConfig, *, one_hot: bool = False) -> dict[str, Part]:
     return {
         "embedding": embedding(c),
         "attention": Part(L * attention_params(c), sum(4 * M * D**2 + 2 * M**2 * D for M in entering)),
-        "mlp": Part((L - replaced) * one_mlp, (sum(entering) - replaced * c.tokens) * 2 * D * H),
+        "mlp": mlps,
         **({} if c.merge is None else {"merger": Part((2 + c.merge[1]) * D, 2 * patches(c) * c.merge[1] * D)}),
         "routing": routing,
         "experts": experts,
@@ -216,15 +226,15 @@ def factors(config: ViTConfig, one_hot: bool) -> Iterator[Factor]:
     c, D, H, moe = config, config.width, config.mlp_dim, routed(config)
     yield "embed.proj.weight", embedding(c).macs  # pixels need no gradient
     yield from ((name, 0) for name in ("embed.", "class_token", "registers", "positions.", "pre_norm."))
-    for block, M in enumerate(c.tokens_by_block[:-1]):
+    for block, (M, width) in enumerate(zip(c.tokens_by_block[:-1], mlp_widths(c), strict=True)):
         at = f"encoder.blocks.{block}."
         yield at + "norm1.", 0
         yield from attention_factors(f"{at}attention.", 3 * M * D**2, 2 * M**2 * D, M * D**2)
         yield from ((at + "scale1", 0), (at + "norm2.", 0))
         routes = moe is not None and block in c.moe_blocks
-        if not moe or not routes or not moe.replaced:
+        if width:
             mlp = f"{at}mlp.mlp." if routes else f"{at}mlp."
-            yield from (*product(mlp + "fc1.", M * D * H), *product(mlp + "fc2.", M * D * H))
+            yield from (*product(mlp + "fc1.", M * D * width), *product(mlp + "fc2.", M * D * width))
         if moe and routes:
             yield from moe_factors(c, moe, f"{at}mlp.", one_hot)
         yield at + "scale2", 0

@@ -204,7 +204,7 @@ class Plan:
         experts = moe.experts * mlp_params(D, moe.hidden)
         mine = 0 if self.layout.world == self.layout.expert else experts // self.layout.expert
         router = price(self.config).parts["routing"].params // moe.layers
-        kept = 0 if moe.replaced else mlp
+        kept = mlp_params(D, moe.kept) if moe.kept else 0
         return max(attention + kept + router + mine, dense if moe.layers < self.config.depth else 0)
 
     def _all_blocks_params(self) -> int:

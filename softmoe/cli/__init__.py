@@ -50,9 +50,8 @@ COMMANDS = {name: what for group in GROUPS.values() for name, what in group.item
 FILES = {
     "cost": ("bench", "cost", "plan", "selftest"),
     "deploy": ("export", "serve", "upload"),
-    "evaluate": ("evaluate", "fewshot", "predict"),
+    "evaluate": ("doctor", "evaluate", "fewshot", "inspect", "predict"),
     "experiments": ("demo", "quickstart", "report", "study", "sweep"),
-    "inspection": ("doctor", "inspect"),
     "texts": ("retrieve", "search", "tokenizer", "zeroshot"),
     "train": ("train",),
     "transfer": ("finetune", "soup", "upcycle"),
@@ -117,7 +116,7 @@ def run(argv: list[str]) -> int:
         print(f"softmoe {__version__}")
         return 0
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name.lower(), COMMANDS, n=1)
+        near = ["--version"] if name in ("-v", "-V") else difflib.get_close_matches(name.lower(), COMMANDS, n=1)
         hint = f", did you mean {near[0]!r}?" if near else f"; commands are: {', '.join(COMMANDS)}"
         return fail(f"unknown command {name!r}{hint}")
     file = next(file for file, commands in FILES.items() if name in commands)

@@ -6,16 +6,17 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from softmoe.cli.parse import check_new, parse, parse_size, unused_path
+from softmoe.cli.habits import parse_size
+from softmoe.cli.parse import check_new, parse
 from softmoe.evaluate.api import OnDevice, OthersWeights
-from softmoe.machine import Precision
+from softmoe.machine import Precision, unused_path
 
 
 @dataclass(frozen=True)
 class CostArguments(OthersWeights):
     """Parameters, multiply-accumulates and FLOPs per image, in total and by part."""
 
-    names: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
     """Models, like vit_s16, soft_s16_128e or experts_choice_b16_32e; or saved models, runs and others' weights."""
     _: KW_ONLY
     classes: int = 1000
@@ -32,7 +33,7 @@ class CostArguments(OthersWeights):
 
 def cost_command(argv: list[str]) -> int:
     arguments = parse(CostArguments, argv, "cost")
-    if not arguments.names and not arguments.paper:
+    if not arguments.models and not arguments.paper:
         raise ValueError("give the names of models (like soft_s16_128e), or --paper")
     if arguments.paper and arguments != CostArguments(paper=True, json=arguments.json):
         raise ValueError("--paper shows the paper's own models and takes no name and no option but --json")
@@ -48,17 +49,17 @@ def cost_command(argv: list[str]) -> int:
         print(json.dumps(report.paper_values(), indent=2) if arguments.json else report.paper_report())
         return 0
     classes = arguments.classes or None
-    models = {
+    configs = {
         name: (open_foreign(with_options(name, arguments.told)) or open_saved(name)).config
         if Path(name).exists() or "/" in name or "?" in name
         else model_config(name, num_classes=classes, image_size=image_size)
-        for name in arguments.names
+        for name in arguments.models
     }
     if arguments.json:
-        values = {name: cost(c, convention=arguments.convention).to_dict() for name, c in models.items()}
+        values = {name: cost(c, convention=arguments.convention).to_dict() for name, c in configs.items()}
         print(json.dumps(values, indent=2))
     else:
-        print(report.models_report(models, arguments.convention))
+        print(report.models_report(configs, arguments.convention))
     return 0
 
 

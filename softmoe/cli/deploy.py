@@ -5,6 +5,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Literal
 
+from softmoe.cli.habits import check_model
 from softmoe.cli.parse import parse
 from softmoe.evaluate.api import OnDevice, OneModel
 from softmoe.inference.batching import Limits
@@ -68,6 +69,7 @@ class UploadArguments:
 
 def upload_command(argv: list[str]) -> int:
     a = parse(UploadArguments, argv, "upload")
+    check_model("upload", [a.model, a.name])
 
     from softmoe.storage import hub, open_saved
 

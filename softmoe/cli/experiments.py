@@ -8,9 +8,11 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
 
-from softmoe.cli.parse import parse, unused_path
+from softmoe.cli.parse import parse
 from softmoe.cli.train import drive, parse_train
 from softmoe.cli.transfer import parse_finetune
+from softmoe.machine import unused_path
+from softmoe.storage.hub import check_run
 from softmoe.studies import Demo, Quickstart, Study, about, names
 
 USAGE = """usage: softmoe sweep RECIPE KEY=V1,V2,... [KEY=...] [--data DATA] [--section.key value ...]
@@ -115,6 +117,8 @@ def report_command(argv: list[str]) -> int:
     a = parse(ReportArguments, argv, "report")
     if not a.runs:
         raise ValueError("give the folders of runs: softmoe report RUNS...")
+    for folder in a.runs:
+        check_run(folder)  # a typo shall not wait for torch
 
     from softmoe.report import load_run, summary_table, table_text, write_report
 

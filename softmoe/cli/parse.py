@@ -1,24 +1,20 @@
-"""Turn dataclasses into command lines and back, with tyro: this is the only file that knows how.
-
-What people type out of habit is put in the words of our settings. The last part of a key is enough where only one key
-has it (--batch-size is --data.batch-size), other libraries' names are known (--lr is --schedule.peak), a switch needs
-no value (--compile is --compile True), and what is done in another way here gets the sentence that says how.
-"""
+"""Turn dataclasses into command lines and back, with tyro: this is the only file that knows how."""
 
 import contextlib
 import io
-import itertools
 import json
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, fields, make_dataclass, replace
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
 import tyro
 
+from softmoe.cli.habits import check_model, check_options, nearest, parse_size, translate
+from softmoe.evaluate.api import OneModel, TwoTowerModel, as_list
 from softmoe.machine import is_first_process, use_threads
 from softmoe.storage.files import write_text
 
@@ -28,7 +24,6 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command")
 SIZE = int | tuple[int, int] | None
-IMAGE_SIZE = "data.transform.image_size"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +47,13 @@ def parse(command: type[Command], argv: list[str], name: str) -> Command:
 
     Positional fields are positional arguments, called like the field; keyword-only fields are options. A flag inverts
     its default, an image size is written 224 or 224x320, and each of several names is an argument of its own. Every
-    command takes --threads. A file that --out names must not exist.
+    command takes --threads. What --out names must not exist, unless the command goes on with what it finds there.
     """
     hints, given = get_type_hints(command), []
-    for f in fields(command):  # pyright: ignore[reportArgumentType]
+    own = fields(command)  # pyright: ignore[reportArgumentType]
+    places = [f.name for f in own if not f.kw_only]
+    check_options(argv, name, places, [f.name for f in own])
+    for f in own:
         hint = word_type(hints[f.name])
         if not f.kw_only:
             hint = Annotated[hint, tyro.conf.Positional, tyro.conf.arg(metavar=f.name.upper())]
@@ -65,14 +63,23 @@ def parse(command: type[Command], argv: list[str], name: str) -> Command:
         given.append(("threads", count, field(default=None, kw_only=True)))
     words = make_dataclass(command.__name__, given, bases=(command,), frozen=True)
     config = (tyro.conf.FlagCreatePairsOff,)
-    found: Any = read_words(words, args=argv, prog=f"softmoe {name}", description=command.__doc__, config=config)
+    try:
+        found: Any = read_words(words, args=argv, prog=f"softmoe {name}", description=command.__doc__, config=config)
+    except ValueError as error:
+        if not str(error).startswith("Missing from "):
+            raise
+        needed = [f for f in own if f.default is MISSING and f.default_factory is MISSING]
+        usage = " ".join(f"--{f.name} {f.name.upper()}" if f.kw_only else f.name.upper() for f in needed)
+        raise ValueError(f"something is missing: softmoe {name} {usage} (softmoe {name} --help)") from None
     use_threads(found.threads)
-    values = {f.name: getattr(found, f.name) for f in fields(command)}  # pyright: ignore[reportArgumentType]
+    values = {f.name: getattr(found, f.name) for f in own}
     for key, value in values.items():
         if hints[key] == SIZE and value is not None:
             values[key] = parse_size(value)
-    if not values.get("overwrite"):
+    if not values.get("overwrite") and not getattr(command, "goes_on", False):
         check_new(values.get("out"), "--out", a_file=issubclass(command, Printed))
+    if issubclass(command, OneModel | TwoTowerModel):
+        check_model(name, [word for place in places for word in as_list(values[place] or ())])
     return command(**values)
 
 
@@ -103,15 +110,16 @@ def one_line(box: str) -> str:
     text = re.sub(
         r"^Error parsing (\S+): no type matching .*? from \[(.*?)\]\. Got errors.*?; ", r"\1 cannot be \2; ", text
     )
+    text = re.sub(r" Perhaps you meant: (--[\w.\-]+).*(?= For full helptext)", r"; did you mean \1?", text)
     text = re.sub(r"^Error parsing config\.(\S+): ", r"\1: ", text)
     text = re.sub(r"^Missing value for argument '(\S+)'\. Expected 1 values?\.", r"\1 needs a value.", text)
     return re.sub(r"\s*For full helptext, (?:run|see):? (softmoe .*?--help)", r" (\1)", text)
 
 
 def check_new(path: str | Path | None, option: str, *, a_file: bool = True) -> None:
-    """Raise ValueError for a file that is there already, and for a place where none can be made.
+    """Raise ValueError for a file or a folder with anything in it that is there already, or that cannot be made.
 
-    With `a_file` a folder is refused too; without, the command writes into it.
+    With `a_file` an empty folder is refused too; without, the command writes into it.
     """
     if path is None:
         return
@@ -120,6 +128,8 @@ def check_new(path: str | Path | None, option: str, *, a_file: bool = True) -> N
         raise ValueError(f"{path} is there already: choose another {option}, or remove it")
     if path.is_dir() and a_file:
         raise ValueError(f"{option} {path} is a folder; give the name of a new file")
+    if path.is_dir() and any(path.iterdir()):
+        raise ValueError(f"{path} is there already: choose another {option}, a new or an empty folder")
     there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if there != path and not can_write(there):
         why = "cannot be written to" if there.is_dir() else "is a file"
@@ -135,12 +145,6 @@ def can_write(folder: Path) -> bool:
     return True
 
 
-def unused_path(path: Path) -> Path:
-    """Return the path or, if there is a file, the same with a number: evaluation_2.html."""
-    numbered = (path.with_stem(f"{path.stem}_{number}") for number in itertools.count(2))
-    return next(p for p in itertools.chain([path], numbered) if not p.exists())
-
-
 def word_type(hint: Any) -> Any:
     """Return the type that tyro parses in place of a field's own type."""
     if hint == SIZE:
@@ -152,19 +156,6 @@ def word_type(hint: Any) -> Any:
     if {str, Path} <= set(get_args(hint)):
         return str if len(get_args(hint)) == 2 else tuple[str, ...]
     return hint
-
-
-def parse_size(text: str) -> int | tuple[int, int]:
-    sides = text.split("x")
-    if len(sides) > 2 or not all(side.isdecimal() for side in sides):
-        raise ValueError(f"--image-size must be pixels or HEIGHTxWIDTH, like 224 or 224x320, got {text!r}")
-    return int(sides[0]) if len(sides) == 1 else (int(sides[0]), int(sides[1]))
-
-
-def words_of_size(text: str) -> list[str]:
-    """Return 224 as one word and 224x320 as two, as tyro takes them."""
-    size = parse_size(text)
-    return [str(side) for side in (size if isinstance(size, tuple) else (size,))]
 
 
 def percent_on_terminal(what: str) -> Callable[[int, int], None] | None:
@@ -215,7 +206,12 @@ def parse_run(default: "TrainConfig", argv: list[str], prog: str, *, new: bool =
     hints = types | get_type_hints(ModelSection)
     switches = {key for key, value in values.items() if isinstance(value, bool)}
     switches |= {f"model.{name}" for name, hint in hints.items() if bool in (hint, *get_args(hint))}
-    argv, given = translate(argv, [*values, *(f"model.{name}" for name in types), "epochs"], switches)
+    keys = [*values, *(f"model.{name}" for name in types), "epochs", "dry_run", "help"]
+    argv, given = translate(argv, keys, switches)
+    for name in sorted(given.difference(keys)):
+        if near := nearest(name, keys):
+            typed, meant = (word.replace("_", "-") for word in (name, near))
+            raise ValueError(f"there is no --{typed}, did you mean --{meant}? ({prog} --help)")
     model = default.model
     start = config(**vars(default) | {"model": section(**vars(model) | {"options": {}} | model.options)})
     found: Any = read_words(
@@ -245,88 +241,3 @@ def parse_run(default: "TrainConfig", argv: list[str], prog: str, *, new: bool =
     for sentence in filter(None, (fitted, placed) if is_first_process() else ()):
         print(f"softmoe: {sentence}", file=sys.stderr)
     return made, found.dry_run
-
-
-OTHER_NAMES = {
-    "arch": "model.name",
-    "bs": "data.batch_size",
-    "clip_grad": "optim.clip_norm",
-    "data": "data.train",
-    "dataset": "data.train",
-    "depth": "model.depth",
-    "experts": "model.num_experts",
-    "gradient_accumulation_steps": "accumulate",
-    "image_size": IMAGE_SIZE,
-    "img_size": IMAGE_SIZE,
-    "learning_rate": "schedule.peak",
-    "lr": "schedule.peak",
-    "mlp_dim": "model.mlp_dim",
-    "model": "model.name",
-    "name": "run_name",
-    "num_experts": "model.num_experts",
-    "num_workers": "data.workers",
-    "opt": "optim.name",
-    "optimizer": "optim.name",
-    "save_every": "checkpoint.every",
-    "scale_init": "model.scale_init",
-    "slots": "model.slots_per_expert",
-    "slots_per_expert": "model.slots_per_expert",
-    "smoothing": "objective.label_smoothing",
-    "warmup_steps": "schedule.warmup",
-    "width": "model.width",
-    "workers": "data.workers",
-}
-OTHER_WAYS = {
-    "config": "the settings file is the recipe: softmoe train FILE.py, or softmoe train runs/NAME",
-    "resume": "a stopped run continues by itself: give the same command again, or softmoe train runs/NAME",
-    "weight_decay": "weight decay has a key for each kind of weight: --optim.kernel-decay (matrices), "
-    "--optim.head-decay and --optim.scale-decay",
-    "wd": "weight decay has a key for each kind of weight: --optim.kernel-decay (matrices), "
-    "--optim.head-decay and --optim.scale-decay",
-    "amp": "the precision is a key: --precision bfloat16",
-    "bf16": "the precision is a key: --precision bfloat16",
-    "fp16": "the precision is a key: --precision",
-    "gpus": "one process a GPU: torchrun --nproc-per-node N -m softmoe train ...",
-    "out": "a run goes to the folder RUNS/RUN_NAME: set --run-name (and --runs)",
-    "output": "a run goes to the folder RUNS/RUN_NAME: set --run-name (and --runs)",
-    "output_dir": "a run goes to the folder RUNS/RUN_NAME: set --run-name (and --runs)",
-    "pretrained": "to start from a trained model: softmoe finetune MODEL DATA",
-    "eval": "to evaluate a trained model: softmoe evaluate MODEL DATA",
-}
-
-
-def translate(argv: list[str], keys: Collection[str], switches: Collection[str]) -> tuple[list[str], set[str]]:
-    """Return the words with whole keys in them, and the keys. ValueError where a word may mean two of them."""
-    found: list[str] = []
-    given: set[str] = set()
-    key = ""
-    for index, word in enumerate(argv):
-        if not word.startswith("--") or word == "--":
-            found += words_of_size(word) if key == IMAGE_SIZE else [word]
-            continue
-        name, equals, value = word[2:].partition("=")
-        key = whole_key(name.replace("-", "_"), keys)
-        given.add(key)
-        if key == IMAGE_SIZE and equals:
-            found += ["--data.transform.image-size", *words_of_size(value)]
-            continue
-        found.append(f"--{key.replace('_', '-')}{equals}{value}" if key in keys else word)
-        alone = not equals and (index + 1 == len(argv) or argv[index + 1].startswith("--"))
-        if key in switches and alone:
-            found.append("True")
-    return found, given
-
-
-def whole_key(name: str, keys: Collection[str]) -> str:
-    """Return the key that is meant, or the name as it is if it is like none: the parser then says what is near."""
-    if name in keys:
-        return name
-    if name in OTHER_NAMES:
-        return OTHER_NAMES[name]
-    if name in OTHER_WAYS:
-        raise ValueError(f"there is no --{name.replace('_', '-')}: {OTHER_WAYS[name]}")
-    ends = sorted(key for key in keys if key.endswith(f".{name}"))
-    if len(ends) > 1:
-        words = " or ".join(f"--{key.replace('_', '-')}" for key in ends)
-        raise ValueError(f"--{name.replace('_', '-')} may mean {words}: write the whole key")
-    return ends[0] if ends else name

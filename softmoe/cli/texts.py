@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from softmoe.cli.evaluate import measure
-from softmoe.cli.parse import Printed, parse, percent_on_terminal, unused_path
+from softmoe.cli.parse import Printed, parse, percent_on_terminal
 from softmoe.evaluate import Retrieve, Search, ZeroShot
+from softmoe.machine import unused_path
 from softmoe.storage.files import write_bytes
 
 

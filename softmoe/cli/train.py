@@ -62,7 +62,8 @@ def train_command(argv: list[str]) -> int:
     if argv[0] == "--config" and len(argv) > 1:
         argv = argv[1:]
     if argv[0].startswith("-"):
-        raise ValueError(f"the recipe comes first: softmoe train small_data {shlex.join(argv)}")
+        recipe, rest = take(argv, "--recipe")
+        raise ValueError(f"the recipe comes first: softmoe train {shlex.join([recipe or 'small_data', *rest])}")
     return drive(*parse_train(argv[0], argv[1:]))
 
 

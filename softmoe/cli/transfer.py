@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from softmoe import recipes
-from softmoe.cli.parse import parse, parse_run, parse_size
+from softmoe.cli.habits import check_model, parse_size
+from softmoe.cli.parse import parse, parse_run
 from softmoe.cli.train import drive, take, take_told
 from softmoe.transfer import Soup, Upcycle
 
@@ -34,11 +35,13 @@ def finetune_command(argv: list[str]) -> int:
         print(USAGE)
         return 0 if argv else 2
     if len(argv) < 2 or argv[1].startswith("-"):
-        raise ValueError("give a model and data: softmoe finetune MODEL DATA")
+        raise ValueError("give the model and the data before the options: softmoe finetune MODEL DATA [--...]")
     return drive(*parse_finetune(argv[0], argv[1], argv[2:]))
 
 
 def parse_finetune(model: str, data: str, argv: list[str]) -> tuple[TrainConfig, bool]:
+    check_model("finetune", [model, data])
+
     from softmoe.transfer import transfer_config
 
     size, rest = take(argv, "--image-size")
@@ -52,6 +55,7 @@ def parse_finetune(model: str, data: str, argv: list[str]) -> tuple[TrainConfig,
 
 def upcycle_command(argv: list[str]) -> int:
     a = parse(Upcycle, argv, "upcycle")
+    check_model("upcycle", [a.dense])
     print(a.run(lambda line: print(line, file=sys.stderr, flush=True)))
     if a.out is not None and a.init != "compare":
         print(f"saved in {a.out}")
@@ -60,6 +64,8 @@ def upcycle_command(argv: list[str]) -> int:
 
 def soup_command(argv: list[str]) -> int:
     a = parse(Soup, argv, "soup")
+    for model in a.models:
+        check_model("soup", [model])
     result = a.run(lambda line: print(line, file=sys.stderr, flush=True))
     if not a.greedy:
         print(f"averaged {len(result.kept)} models into {a.out}")

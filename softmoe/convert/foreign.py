@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from softmoe.convert.names import IN_PLACE
 from softmoe.convert.timm import from_timm, read_safetensors, read_tensors
 from softmoe.convert.vit import from_vit
 from softmoe.machine import choose_device, home_path
@@ -31,13 +32,8 @@ from softmoe.storage.saved import is_saved
 
 SUFFIXES = (".npz", ".safetensors")
 PICKLES = (".pth", ".pt", ".bin", ".ckpt", ".pkl")
-_ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "quick_gelu": "quick_gelu",
-}
+_TANH = ("gelu_pytorch_tanh", "gelu_tanh", "gelu_new")
+_ACTIVATIONS = {"gelu": "gelu", "quick_gelu": "quick_gelu"} | dict.fromkeys(_TANH, "gelu_tanh")
 _FAMILIES: dict[str, dict[str, Any]] = {  # what Hugging Face's config.json leaves out
     "vit": {"num_attention_heads": 12, "image_size": 224, "hidden_act": "gelu", "layer_norm_eps": 1e-12},
     "dinov2": {"num_attention_heads": 12, "image_size": 224, "hidden_act": "gelu", "layer_norm_eps": 1e-6},
@@ -214,8 +210,7 @@ def from_timm_config(config: dict[str, Any]) -> dict[str, Any]:
     """Read timm's config.json, with or without a table `pretrained_cfg` in it."""
     p, arguments = config.get("pretrained_cfg") or config, config.get("model_args") or {}
     name = config["architecture"]
-    told: dict[str, Any] = {"mean": tuple(p["mean"]), "std": tuple(p["std"])}
-    told["image_size"] = pair(arguments.get("img_size") or p["input_size"][1:])
+    told = mean_and_std(p) | {"image_size": pair(arguments.get("img_size") or p["input_size"][1:])}
     pool = arguments.get("global_pool") or config.get("global_pool") or p.get("global_pool")
     if pool:
         if pool not in POOLS:
@@ -223,7 +218,7 @@ def from_timm_config(config: dict[str, Any]) -> dict[str, Any]:
         told["pool"] = POOLS[pool]
     quick = "quickgelu" in name or "QuickGELU" in str(p.get("notes", ""))
     plain = "gelu_tanh" if "siglip" in name else "quick_gelu" if quick else "gelu"
-    told["activation"] = _ACTIVATIONS[arguments.get("act_layer") or plain]
+    told["activation"] = known_activation(arguments.get("act_layer") or plain, name)
     if "num_heads" in arguments or "giantopt" in name:  # SigLIP 2's giant is as wide as DINOv2's, with other heads
         told["heads"] = checked(arguments.get("num_heads", 16), "num_heads", 1, 1 << 16)
     told["central_ratio"] = max(1.0, 1.0 / checked(p.get("crop_pct", 0.875), "crop_pct", 0.01, 2.0))
@@ -232,29 +227,35 @@ def from_timm_config(config: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
+def mean_and_std(p: dict[str, Any], mean: str = "mean", std: str = "std") -> dict[str, Any]:
+    """Return what is subtracted from pixels and what they are divided by, if both are told."""
+    return {"mean": tuple(p[mean]), "std": tuple(p[std])} if mean in p and std in p else {}
+
+
+def known_activation(name: Any, where: object) -> str:
+    if name not in _ACTIVATIONS:
+        raise ValueError(f"{where} uses the activation {name!r}, expected one of {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
 def from_hugging_face(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Read Hugging Face's config.json, and preprocessor_config.json for the pixels."""
     kind = config["model_type"]
     family = next((name for name in _FAMILIES if kind.startswith(name)), None)
     if family is None:
-        from softmoe.convert.names import IN_PLACE
-
         raise ValueError(f"{folder} is of the kind {kind!r}, which is none of {', '.join(_FAMILIES)}; {IN_PLACE}")
     vision = _FAMILIES[family] | (config.get("vision_config") or config)
-    activation = vision["hidden_act"]
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"{folder} uses the activation {activation!r}, expected one of {', '.join(_ACTIVATIONS)}")
     told: dict[str, Any] = {
         "heads": checked(vision["num_attention_heads"], "num_attention_heads", 1, 1 << 16),
-        "activation": _ACTIVATIONS[activation],
+        "activation": known_activation(vision["hidden_act"], folder),
         "norm_eps": vision["layer_norm_eps"],
         "image_size": pair(vision["image_size"]),
         "classes": class_names(config.get("id2label")),
     }
     if (path := folder / "preprocessor_config.json").is_file():
         p = read_json(path)
-        if p.get("do_normalize", True) and "image_mean" in p:
-            told |= {"mean": tuple(p["image_mean"]), "std": tuple(p["image_std"])}
+        if p.get("do_normalize", True):
+            told |= mean_and_std(p, "image_mean", "image_std")
         size, cut = p.get("size"), p.get("crop_size")
         edge = size.get("shortest_edge") if isinstance(size, dict) else None
         if edge and p.get("do_center_crop", True) and cut:
@@ -274,9 +275,7 @@ def from_open_clip(config: dict[str, Any]) -> dict[str, Any]:
         told["heads"] = vision["width"] // vision.get("head_width", 64)
     siglip = "siglip" in str(vision.get("timm_model_name", ""))
     told["activation"] = "gelu_tanh" if siglip else "quick_gelu" if model.get("quick_gelu") else "gelu"
-    if "mean" in pixels and "std" in pixels:
-        told |= {"mean": tuple(pixels["mean"]), "std": tuple(pixels["std"])}
-    return told
+    return told | mean_and_std(pixels)
 
 
 def class_names(values: Any) -> tuple[str, ...] | None:

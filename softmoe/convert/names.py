@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
-IN_PLACE = "load it with its own library and put experts into it as it is: softmoe.upcycle_(model, mlps='blocks.*.mlp')"
+IN_PLACE = (
+    "load it with its own library and put experts into it as it is: softmoe.upcycle_(model, mlps=PATTERN), where the "
+    "pattern names its MLPs, such as 'blocks.*.mlp' in timm"
+)
 _PATCHES = (  # where each library keeps the patch embedding
     "patch_embed.proj.weight",
     "embeddings.patch_embeddings.projection.weight",

@@ -31,6 +31,7 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".g
 _TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 _SPLITS = ("train", "val", "valid", "validation", "test")
 _HELD_OUT = 0.1  # of a folder without splits
+_NAMED = 8  # classes that a message names
 _logger = logging.getLogger("softmoe.data")
 _told: set[str] = set()
 
@@ -120,18 +121,24 @@ def _unsplit(root: Path) -> dict[str, dict[str, list]]:
     """Return the classes of a folder that has no splits, as the one split without a name."""
     classes = _scan_split(root)
     if not classes:
-        holds = "images but no class folders" if any(map(_is_image, os.listdir(root))) else "no folders of images"
+        holds = "images but no class folders" if any(map(is_image_name, os.listdir(root))) else "no folders of images"
         raise ValueError(f"{root} holds {holds}; put them at {root.name}/<class>/<image>.")
     return {"": classes}
 
 
 def _held_out(whole: dict[str, list], split: str, share: float, root: Path) -> dict[str, list]:
-    """Return the training or the validation part of each class."""
+    """Return the training or the validation part of each class. ValueError if nothing can be kept for validation."""
     if split == "all":
         return whole
     if split not in ("train", "val"):
         raise ValueError(f"{root} has no folder {split!r} and no splits: it has train, val and all.")
     parts = {name: _split_names(files, share) for name, files in whole.items()}
+    if split == "val" and not any(held for held, _ in parts.values()):
+        why = f"?val={share:g} keeps none" if not share else "it has one image" if "" in whole else "no class has two"
+        raise ValueError(
+            f"{root} has no images for validation: {why}; add some, or name others (in training --data.val PATH, in "
+            "evaluation --split all)."
+        )
     return {name: held if split == "val" else rest for name, (held, rest) in parts.items()}
 
 
@@ -153,16 +160,19 @@ def _share(text: str) -> float:
 
 
 def _say_once(root: Path, found: dict[str, list], whole: dict[str, list], split: str, share: float) -> None:
-    if str(root) in _told or split == "all" or not share or not is_first_process():
-        return
-    _told.add(str(root))
+    """Say which part is kept for validation, if any."""
     total, here = (sum(map(len, part.values())) for part in (whole, found))
     held = here if split == "val" else total - here
+    if str(root) in _told or split == "all" or not held or not is_first_process():
+        return
+    _told.add(str(root))
     alone = [name for name, files in whole.items() if len(files) == 1]
+    names = ", ".join(alone[:_NAMED]) + (f" and {len(alone) - _NAMED} more classes" if len(alone) > _NAMED else "")
     _logger.warning(
         "%s has no train/ and val/: %d of its %d images are kept for validation, always the same %.3g %% of each class "
         "(%s?val=0.2 keeps another share)%s",
-        *(root, held, total, 100 * share, root, f"; none of {alone[0]}, which has one image" if alone else ""),
+        *(root, held, total, 100 * share, root),
+        f"; none of {names}, which {'has one image' if len(alone) == 1 else 'have one image each'}" if alone else "",
     )
 
 
@@ -172,7 +182,8 @@ def _checked_split(root: Path, tree: dict[str, dict[str, list]], split: str) -> 
         other = next((name for name in there if name in _SPLITS and name != "train"), None)
         hint = f"folder:PATH needs PATH/{split}/<class>/<image>."
         if split == "val" and "train" in there:
-            hint = f"take it from train/ with {root}?val=0.1" + (f", or name the split {other}." if other else ".")
+            named = f", or name the split: --data.val-split {other} in training, --split {other} in evaluation"
+            hint = f"take it from train/ with {root}?val=0.1{named if other else ''}."
         raise ValueError(f"{root} has no folder {split!r} (it has {', '.join(there[:8]) or 'no folders'}); {hint}")
     found = tree[split]
     empty = sorted(c for c, files in found.items() if not files)
@@ -205,11 +216,12 @@ def _images_below(folder: Path) -> Iterator[tuple[str, int, int]]:
         for entry in sorted(os.scandir(folder / prefix), key=lambda entry: entry.name, reverse=True):
             if os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir():
                 waiting.append(f"{prefix}{entry.name}/")
-            elif _is_image(entry.name):
+            elif is_image_name(entry.name):
                 yield prefix + entry.name, 0, file_size(entry.path)
 
 
-def _is_image(name: str) -> bool:
+def is_image_name(name: str) -> bool:
+    """Tell if a file counts as an image by its ending; hidden files, such as the ._ ones of macOS, do not."""
     return not name.startswith(".") and name.lower().endswith(IMAGE_SUFFIXES)
 
 
@@ -236,7 +248,7 @@ def _scan_tar(tar: Path) -> tuple[dict[str, dict[str, list]], dict[str, str], Pa
             titles = checked_titles(parse_json(ByteReader(tar).read(offset, size), where), where)
         split, _, rest = name.partition("/")
         class_name, _, file = rest.partition("/")
-        if file and _is_image(file.rsplit("/", 1)[-1]):
+        if file and is_image_name(file.rsplit("/", 1)[-1]):
             tree.setdefault(split, {}).setdefault(class_name, []).append((file, offset, size))
     return {s: {c: sorted(files) for c, files in classes.items()} for s, classes in tree.items()}, titles, tar
 
@@ -283,7 +295,7 @@ def open_pairs(path: str, split: str, *, val: str | None = None) -> PairsSource:
     if not root.is_dir() and not whole:
         raise ValueError(f"there is no folder {root}; pairs:PATH needs PATH/{split}/photo.jpg and photo.txt beside it.")
     root = above if whole else root
-    names = sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
+    names = sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if is_image_name(p.name))
     if not names:
         raise ValueError(f"{root} holds no images with one of the endings {' '.join(IMAGE_SUFFIXES)}.")
     if whole and above.name not in _SPLITS:

@@ -89,7 +89,7 @@ class Loader:
             listed = "\n".join(f"  {name}: {reason}" for name, reason in self.broken.items())
             raise TooManyBroken(
                 f"{len(self.broken)} of {judged_by} images cannot be read, more than the allowed share of "
-                f"{self.max_broken:g} (max_broken); repair or remove them:\n{listed}"
+                f"{self.max_broken:g} (max_broken, --data.max-broken of a run); repair or remove them:\n{listed}"
             )
 
 

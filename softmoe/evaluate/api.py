@@ -127,7 +127,7 @@ class Evaluate(OneModel, OverImages):
     """Accuracy, loss and calibration of a saved model, with a row for every class."""
 
     data: str
-    """Source of images: a folder with SPLIT/CLASS/IMAGE, or shapes, wds:PATTERN, hf:NAME, idx:PATH, digits."""
+    """Source of images: a folder with [SPLIT/]CLASS/IMAGE, or shapes, wds:PATTERN, hf:NAME, idx:PATH, digits."""
     _: KW_ONLY
     split: str = "val"
     labels: str | Path | None = None
@@ -222,7 +222,7 @@ class ZeroShot(TwoTowerModel, OverFeatures):
     """Accuracy of two towers that know the classes by name only."""
 
     data: str
-    """Source of images with classes: a folder with SPLIT/CLASS/IMAGE, or shapes, wds:PATTERN, hf:NAME."""
+    """Source of images with classes: a folder with [SPLIT/]CLASS/IMAGE, or shapes, wds:PATTERN, hf:NAME."""
     _: KW_ONLY
     split: str = "val"
     classes: str | Path | None = None

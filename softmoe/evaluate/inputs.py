@@ -15,7 +15,7 @@ import torch
 from softmoe.convert.foreign import open_foreign, with_options
 from softmoe.data import Example, Source, Transform, TransformConfig, captions_of
 from softmoe.data.decode import decode, read_image_file
-from softmoe.data.folder import IMAGE_SUFFIXES
+from softmoe.data.folder import IMAGE_SUFFIXES, is_image_name
 from softmoe.data.source import MinSide, fingerprint
 from softmoe.inference import Storage, open_mapped, prepare
 from softmoe.machine import Precision, choose_device, choose_precision, home_path
@@ -258,8 +258,10 @@ def find_images(patterns: Sequence[str]) -> list[Path]:
     found: dict[Path, None] = {}
     for pattern in patterns:
         path = home_path(pattern)
+        if "://" in pattern:
+            raise ValueError(f"{pattern} is an address: download it first, and give the file or its folder")
         if path.is_dir():
-            below = [p for p in path.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES and not p.is_dir()]
+            below = [p for p in path.rglob("*") if is_image_name(p.name) and not p.is_dir()]
             if not below:
                 raise ValueError(f"the folder {path} holds no images; known endings are {' '.join(IMAGE_SUFFIXES)}")
             found |= dict.fromkeys(sorted(below))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from softmoe.evaluate.api import OneModel, OverImages
+from softmoe.machine import unused_path
 
 if TYPE_CHECKING:
     from softmoe.data import Source
@@ -21,7 +22,7 @@ class Inspect(OneModel, OverImages):
     """Look inside a model: write figures, inspect.json and inspect.html."""
 
     data: str
-    """Source of images: a folder with SPLIT/CLASS/IMAGE, or shapes, wds:PATTERN, hf:NAME, idx:PATH, digits."""
+    """Source of images: a folder with [SPLIT/]CLASS/IMAGE, or shapes, wds:PATTERN, hf:NAME, idx:PATH, digits."""
     _: KW_ONLY
     split: str = "val"
     images: int = 16
@@ -31,7 +32,8 @@ class Inspect(OneModel, OverImages):
     compare: str | None = None
     """A second model, to stand beside the first."""
     out: Path | None = None
-    """Folder to write into; the run's own if MODEL is one, else ./inspect."""
+    """New folder to write into. If not given: the run's own if MODEL is one, where the page of an earlier time is
+    replaced, else ./inspect, with a number if there is one."""
     batch_size: int = 32
 
     def run(self, progress: Progress | None = None) -> tuple[list[Inspection], list[Path]]:
@@ -41,7 +43,7 @@ class Inspect(OneModel, OverImages):
         names = [str(self.model), *([self.compare] if self.compare else [])]
         models = [look(self, name, progress) for name in names]
         title = f"Inside {' and '.join(model.name for model in models)}"
-        folder = self.out or (Path(self.model) if is_run(self.model) else Path("inspect"))
+        folder = self.out or (Path(self.model) if is_run(self.model) else unused_path(Path("inspect")))
         return models, write_inspection(models, folder, title=title, about={"data": self.data, "split": self.split})
 
 

@@ -32,6 +32,12 @@ class MoEConfig:
     """Hidden width of each expert; None is that of the model's MLPs."""
     keep_mlp: bool = False
     """Keep the block's MLP and add the experts' output to it, instead of replacing it."""
+    kept_dim: int | None = None
+    """Hidden width of the MLP that is kept; None is that of the model's MLPs."""
+
+    def __post_init__(self) -> None:
+        if self.kept_dim is not None and not self.keep_mlp:
+            raise ValueError(f"kept_dim is the width of an MLP beside the experts, got {self.kept_dim}: set keep_mlp")
 
     @classmethod
     def of(cls, router: str = "soft", num_experts: int = 128, **options: Any) -> "MoEConfig":
@@ -79,6 +85,10 @@ class MoEConfig:
     def hidden_dim(self, mlp_dim: int) -> int:
         """Return the hidden width of the experts of a model whose MLPs have this one."""
         return mlp_dim if self.expert_dim is None else self.expert_dim
+
+    def kept_width(self, mlp_dim: int) -> int:
+        """Return the hidden width of the MLP beside the experts, 0 without one."""
+        return 0 if not self.keep_mlp else mlp_dim if self.kept_dim is None else self.kept_dim
 
     def moe_blocks(self, depth: int) -> tuple[int, ...]:
         blocks = tuple(range(depth - depth // 2, depth)) if self.blocks is None else tuple(self.blocks)
@@ -296,12 +306,12 @@ def tower_dict(tower: ViTConfig | TextConfig) -> dict[str, Any]:
 
 _FUNCTION = ("patch_size", "width", "depth", "mlp_dim", "heads", "pool", "positions", "qk_norm", "activation")
 _PARTS = ("representation_size", "registers", "layer_scale", "pre_norm", "pool_norm", "norm_eps")
-_ROUTING = ("router", "num_experts", "slots_per_expert", "normalize", "keep_mlp")
+_ROUTING = ("router", "num_experts", "slots_per_expert", "normalize")
 
 
 def check_same_function(old: ViTConfig, new: ViTConfig, name: str) -> None:
     """Raise a ValueError that names every difference between two architectures, if there is one."""
-    if old.moe is None and new.moe is not None and new.moe.keep_mlp:
+    if old.moe is None and new.moe is not None and new.moe.kept_width(new.mlp_dim) == new.mlp_dim:
         new = replace(new, moe=None)
     before, after = weight_facts(old), weight_facts(new)
     differences = [
@@ -317,4 +327,5 @@ def weight_facts(config: ViTConfig) -> dict[str, Any]:
     if config.moe is not None:
         facts |= {key: value for key, value in config.moe.to_dict().items() if key in _ROUTING}
         facts |= {"blocks": config.moe_blocks, "expert_dim": config.moe.hidden_dim(config.mlp_dim)}
+        facts |= {"kept_dim": config.moe.kept_width(config.mlp_dim)}
     return facts

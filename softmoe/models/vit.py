@@ -99,14 +99,14 @@ def make_encoder(config: ViTConfig | TextConfig) -> Encoder:
     """Build the blocks of a tower, with an MoE in the blocks that the config names."""
     c = config
 
-    def make_mlp() -> MLP:
-        return MLP(c.width, c.mlp_dim, dropout=c.dropout, activation=c.activation)
+    def make_mlp(hidden: int) -> MLP:
+        return MLP(c.width, hidden, dropout=c.dropout, activation=c.activation)
 
     def make_layer(index: int) -> nn.Module:
         if c.moe and index in c.moe_blocks:
-            kept = make_mlp() if c.moe.keep_mlp else None
+            kept = make_mlp(c.moe.kept_width(c.mlp_dim)) if c.moe.keep_mlp else None
             return c.moe.make_layer(c.width, c.mlp_dim, c.dropout, c.activation, kept=kept)
-        return make_mlp()
+        return make_mlp(c.mlp_dim)
 
     options: dict[str, Any] = {"qk_norm": c.qk_norm, "dropout": c.dropout, "attention_dropout": c.attention_dropout}
     if isinstance(c, ViTConfig):

@@ -82,12 +82,12 @@ def layer_name(path: str) -> str:
 
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
-    """Put models in evaluation mode (no dropout, no routing noise) and back in their own when the context ends."""
-    modes = [model.training for model in models]
+    """Put models in evaluation mode (no dropout, no routing noise), and each module back in its own mode at the end."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
     for model in models:
         model.eval()
     try:
         yield
     finally:
-        for model, mode in zip(models, modes, strict=True):
-            model.train(mode)
+        for module, mode in modes:
+            module.training = mode

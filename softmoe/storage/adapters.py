@@ -79,8 +79,10 @@ def open_base(saved: SavedModel) -> SavedModel | None:
             f"{saved.folder} holds adapters for another base: they were trained on weights of fingerprint "
             f"{facts['fingerprint']}, but {where} has {base.fingerprint}; get the base they were trained on"
         )
-    same = replace(saved.config, moe=None, image_size=0, num_classes=None)
-    if replace(base.config, moe=None, image_size=0, num_classes=None) != same or base.towers or saved.towers:
+    own, theirs = (
+        replace(c, moe=None, image_size=0, num_classes=None, head_blocks=()) for c in (saved.config, base.config)
+    )
+    if own != theirs or base.towers or saved.towers:
         raise ValueError(f"{config} describes another model than its base {where} with experts beside the MLPs")
     return base
 

@@ -29,7 +29,7 @@ from softmoe.storage.weights import Spec, WeightFiles, check_finite, check_same,
 
 STEP_NAME = re.compile(r"step_(\d{8,12})")
 _FILE = re.compile(r"[a-z]+\.json|[a-z]+\.safetensors|[a-z]+/[\w-]+\.safetensors")
-_STATES = {"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"}  # of AdamW, of SGD
+_STATES = {"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"}  # of AdamW, of SGD and Muon
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 Tensors = dict[str, Tensor]
 
@@ -312,14 +312,15 @@ def optimizer_targets(found: Mapping[str, Spec], optimizer: torch.optim.Optimize
     than this optimizer's: compiled code is given the addresses of these tensors and the length of the parameter.
     """
     parameters = named_parameters(optimizer)
-    wanted = _STATES[1 if isinstance(optimizer, torch.optim.SGD) else 0]
+    sgd = isinstance(optimizer, torch.optim.SGD)
+    muon = {name for group in optimizer.param_groups if group.get("muon") for name in group["names"]}
     parts: dict[str, set[str]] = {}
     targets = {}
     for key, spec in found.items():
         name, _, part = key.rpartition("/")
         if name not in parameters:
             raise ValueError(f"the checkpoint has optimizer state of {name!r}, which this run does not train")
-        if part not in wanted:
+        if part not in _STATES[sgd or name in muon]:
             raise ValueError(f"the checkpoint has {key}, which {type(optimizer).__name__} does not know")
         parts.setdefault(name, set()).add(part)
         parameter = parameters[name]
@@ -336,11 +337,9 @@ def optimizer_targets(found: Mapping[str, Spec], optimizer: torch.optim.Optimize
             raise ValueError(f"{key} is {shapes[0]} in the checkpoint and {shapes[1]} in this run")
         if spec.dtype != expected.dtype:
             raise ValueError(f"{key} is {spec.dtype} in the checkpoint and {expected.dtype} in this run")
-    if parameters and not parts and isinstance(optimizer, torch.optim.AdamW):  # SGD may have none
-        raise ValueError("the checkpoint has no optimizer state, which AdamW needs after its first step")
+    if parameters and not parts and not sgd:  # which may have none
+        raise ValueError(f"the checkpoint has no optimizer state, which {type(optimizer).__name__} needs after a step")
     for name, has in parts.items():
-        if has != wanted:
-            raise ValueError(
-                f"the checkpoint has no {name}/{min(wanted - has)}, which {type(optimizer).__name__} needs"
-            )
+        if missing := _STATES[sgd or name in muon] - has:
+            raise ValueError(f"the checkpoint has no {name}/{min(missing)}, which {type(optimizer).__name__} needs")
     return targets

@@ -1,6 +1,7 @@
 """Download and upload saved models on the Hugging Face Hub, and write their model card (README.md).
 
-Only the Hub needs the extra `hub`; a card is made from config.json and nothing else.
+Only the Hub needs the extra `hub`; a card is made from config.json and nothing else. What cannot be a model is told by
+its name alone: this file loads without torch.
 """
 
 import difflib
@@ -10,13 +11,14 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from softmoe.moe import SoftConfig
-from softmoe.storage.files import first_line, flatten
+from softmoe.machine import home_path
+from softmoe.storage.files import first_line, flatten, follow_link
 
 if TYPE_CHECKING:  # it imports this module
     from softmoe.storage.saved import SavedModel
 
 _MAX_CLASSES = 20  # names listed on a card
+_MARKS = ("config.json", "open_clip_config.json", "manifest.json", "model/config.json", "checkpoints")
 _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _FILES = ["*config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer.*"]  # never a pickle
 
@@ -28,13 +30,70 @@ def is_id(text: str) -> bool:
 
 def others_there(path: Path) -> str:
     """Say which models and runs lie where a missing one was looked for (or in runs/), the likeliest first."""
-    place = path.parent if path.parent != Path() else Path("runs")
+    return models_in(path.parent if path.parent != Path() else Path("runs"), path.name)
+
+
+def models_in(place: Path, wanted: str = "") -> str:
+    """Say which models and runs lie in a folder, the one whose name is likest first; nothing if there are none."""
     if not place.is_dir():
         return ""
     names = sorted(p.name for p in place.iterdir() if (p / "config.json").is_file())
-    near = difflib.get_close_matches(path.name, names, n=1)
+    near = difflib.get_close_matches(wanted, names, n=1)
     shown = ", ".join([*near, *(name for name in names if name not in near)][:8])
     return f"{place} has {shown}{' and more' if len(names) > 8 else ''}" if names else ""
+
+
+def holds_model(folder: Path) -> bool:
+    """Tell by the names in it if a folder is that of a saved model, ours or others', of a run or of a checkpoint."""
+    return any((folder / name).exists() for name in _MARKS)
+
+
+def why_no_model(where: str | Path) -> str | None:
+    """Say why nothing that is called so can be a model; None if there may be one."""
+    path = follow_link(home_path(where))
+    if str(where) == "demo" or path.is_file() or holds_model(path):
+        return None
+    if path.is_dir():
+        inside = models_in(path)
+        return not_saved(path) + (f"; {inside}" if inside else "")
+    if "://" in str(where):
+        return f"{where} is an address: download the files and give their folder, or give a Hub id such as user/name"
+    if path.suffix in (".npz", ".safetensors"):
+        return f"there is no file {where}"
+    others = others_there(path)
+    if is_id(str(where)) and not others:
+        return None
+    if is_architecture(str(where)):
+        how = f"softmoe train pretrain --model {where} --data DATA trains one"
+        return f"{where} is an architecture and has no weights: {how}"
+    return f"there is no folder {path}; {others or 'expected a saved model, a run, or a Hub id such as user/name'}"
+
+
+def check_run(folder: Path) -> None:
+    """Raise ValueError for a folder that is not a run's, with the runs that are in it."""
+    for name in ("config.json", "metrics.jsonl"):
+        if not (folder / name).is_file():
+            inside = models_in(folder)
+            more = f"; {inside}" if inside else ""
+            raise ValueError(f"{folder} is not the folder of a run: it has no {name}{more}")
+
+
+def not_saved(folder: Path) -> str:
+    return f"{folder} is not a saved model: it has no config.json written by softmoe.save_pretrained"
+
+
+def is_architecture(name: str) -> bool:
+    """Tell if models are made by this name, such as vit_s16; torch is loaded for names that look like one only."""
+    if re.fullmatch(r"[a-z_]+_[a-zG]{1,2}\d+(_\d+e(\d+p)?)?", name) is None:
+        return False
+
+    from softmoe.models import model_config
+
+    try:
+        model_config(name)
+    except ValueError:
+        return False
+    return True
 
 
 def download(name: str, revision: str | None = None) -> Path:
@@ -112,6 +171,8 @@ def _api(purpose: str) -> Any:
 
 def model_card(saved: "SavedModel", parameters: int) -> str:
     """Write the README.md of a saved model with so many parameters."""
+    from softmoe.moe import SoftConfig
+
     config, p = saved.config, saved.preprocessing
     kind = "a dense vision transformer"
     rows: dict[str, Any] = {

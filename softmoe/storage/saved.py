@@ -112,19 +112,17 @@ def open_saved(where: str | Path) -> SavedModel:
     if path.is_file():
         how = "softmoe finetune and upcycle make one of others' weights, softmoe.from_pretrained opens them"
         raise ValueError(f"{path} is a file; give the folder of a saved model ({how})")
+    if why := hub.why_no_model(where):
+        raise ValueError(why)
     if not path.is_dir():
-        others = hub.others_there(path)
-        if hub.is_id(str(where)) and not others:
-            return read_saved(hub.download(str(where)))
-        expected = others or "expected a saved model, a run, or a Hub id such as user/name"
-        raise ValueError(f"there is no folder {path}; {expected}")
+        return read_saved(hub.download(str(where)))
     for folder in (path, path / "model"):
         if is_saved(folder):
             return read_saved(folder)
     for folder in (path, *(follow_link(path / "checkpoints" / name) for name in ("best", "last"))):
         if (folder / "manifest.json").is_file():
             return read_checkpoint_model(folder)
-    raise ValueError(f"{path} is not a saved model: it has no config.json written by softmoe.save_pretrained")
+    raise ValueError(hub.not_saved(path))
 
 
 def is_saved(folder: Path) -> bool:

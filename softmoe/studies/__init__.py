@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 if TYPE_CHECKING:
     from softmoe.studies.driver import Done, Estimate
@@ -27,8 +27,8 @@ ScaleName = Literal["tiny", "small", "paper"]
 class Demo:
     """Show a small trained Soft MoE that comes with the package: what it predicts, and a page of what is inside it."""
 
-    out: Path = Path("softmoe_demo")
-    """Folder for the pictures and the page."""
+    out: Path | None = None
+    """New folder for the pictures and the page; softmoe_demo if not given, with a number if there is one."""
     pictures: int = 8
     """Pictures to predict, and to show on the page."""
 
@@ -83,6 +83,7 @@ class LabOptions:
 class Study(LabOptions):
     """Run one of the paper's experiments: its grid, its figure with the paper's numbers beside, and a verdict."""
 
+    goes_on: ClassVar[bool] = True  # with what is in its folder `out`
     names: tuple[str, ...]
     """Names of studies; `softmoe study` lists them. They share the runs they have in common."""
     _: KW_ONLY

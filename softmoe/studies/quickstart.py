@@ -17,6 +17,7 @@ from softmoe.evaluate import load, predict
 from softmoe.evaluate.inputs import random_subset
 from softmoe.inspection.collect import inspect_source
 from softmoe.inspection.page import write_inspection, write_page
+from softmoe.machine import unused_path
 from softmoe.recipes import quickstart, quickstart_dense
 from softmoe.report import RunRecord, load_run, write_report
 from softmoe.report.runs import comparison, save_png
@@ -45,7 +46,7 @@ class Shown:
 
 def run_demo(demo: Demo) -> tuple[list[Shown], Path]:
     """Draw pictures into the folder, predict them, and write the inspection page; returns both."""
-    folder, pictures = demo.out, demo.pictures
+    folder, pictures = demo.out or unused_path(Path("softmoe_demo")), demo.pictures
     if not 1 <= pictures <= MOST_PICTURES:
         raise ValueError(f"the number of pictures is from 1 to {MOST_PICTURES}, got {pictures}")
     loaded = load("demo", device="cpu")

@@ -38,7 +38,8 @@ class DataSection:
 
 @dataclass(frozen=True)
 class OptimSection:
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: Literal["adamw", "sgd", "muon"] = "adamw"
+    """muon: Muon for the matrices of attention, MLPs and experts, AdamW for all else (patches, routers, head)."""
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8

@@ -55,6 +55,12 @@ def open_sources(config: TrainConfig) -> tuple[Source, Source]:
         )
     if len(train.classes) == 1 and config.text.size is None:
         raise ValueError(f"{d.train} has one class only, {train.classes[0]!r}: there is nothing to tell it from")
+    outputs = config.model.num_classes
+    if outputs is not None and outputs < len(train.classes):
+        raise ValueError(
+            f"{d.train} has {len(train.classes)} classes, some outside the model's head, which has {outputs} classes: "
+            "leave out --model.num-classes"
+        )
     if config.model.refit_head and (train.multi_label or val.multi_label):
         raise ValueError(
             f"{d.train} has several labels an image, and a head in closed form takes one: leave out --refit-head"
@@ -63,6 +69,8 @@ def open_sources(config: TrainConfig) -> tuple[Source, Source]:
         raise ValueError(
             f"{d.train} gives the same images for training and validation: name the folder above it, or set data.val"
         )
+    if config.text.size is not None:
+        return Captioned(train, d.train), Captioned(val, d.val or d.train)
     return train, val
 
 
@@ -90,8 +98,6 @@ class Data:
     ) -> "Data":
         d = config.data
         train, val = open_sources(config)
-        if config.text.size is not None:
-            train, val = Captioned(train, d.train), Captioned(val, d.val or d.train)
         buffers = buffers_of(d, d.batch_size // world, device.type)
         loader = Loader(
             train,

@@ -25,6 +25,7 @@ from softmoe.storage import (
 )
 from softmoe.storage.checkpoint import STEP_NAME
 from softmoe.storage.files import check_path, flatten, read_json, write_json
+from softmoe.storage.hub import check_run
 from softmoe.storage.saved import TOKENIZER_FILES, parse_architecture, split_architecture, tokenizer_of_run
 from softmoe.train.config import TrainConfig
 from softmoe.train.log import scan_metrics
@@ -53,7 +54,8 @@ FREE = (
     "parallel.",
 )
 FUTURE = ("steps", "schedule.")
-LISTED = 8  # differences shown
+FOLLOW = ("schedule.warmup", "schedule.cooldown")  # the steps, when a run is made to fit
+LISTED, BRIEFLY = 8, 3  # differences shown
 
 
 class RunFolder:
@@ -163,7 +165,7 @@ def free_name(config: TrainConfig, recipe: TrainConfig, *, named: bool) -> tuple
         changed = other_run(replace(config, run_name=name))
         if not changed:
             break
-        first = first or changed
+        first = first or told(changed)
         if named:
             break
     else:
@@ -177,10 +179,17 @@ def free_name(config: TrainConfig, recipe: TrainConfig, *, named: bool) -> tuple
         more = f"\n  and {len(first) - len(shown)} more" if len(first) > len(shown) else ""
         holds = f"{RunFolder.of(config).path} holds a run of another configuration:\n  " + "\n  ".join(shown) + more
         raise ValueError(f"{holds}\nuse another --run-name, or remove the folder to start again")
-    made = replace(config, run_name=name)
-    more = f" and {len(first) - 1} more" if len(first) > 1 else ""
-    holds = f"{RunFolder.of(config).path} holds another run ({chosen[0]}{more})"
+    made, shown = replace(config, run_name=name), chosen[:BRIEFLY]
+    more = f" and {len(first) - len(shown)} more" if len(first) > len(shown) else ""
+    holds = f"{RunFolder.of(config).path} holds another run ({', '.join(shown)}{more})"
     return made, f"{holds}, so this one is {RunFolder.of(made).path}; --run-name chooses a name"
+
+
+def told(changed: list[str]) -> list[str]:
+    """Leave out of a list of differences those that only follow another number of steps."""
+    if not any(line.startswith("steps: ") for line in changed):
+        return changed
+    return [line for line in changed if line.split(": ")[0] not in FOLLOW]
 
 
 def other_run(config: TrainConfig) -> list[str]:
@@ -286,10 +295,8 @@ class RunRecord:
 def load_run(folder: Path | str) -> RunRecord:
     """Read what a run left behind; ValueError for a folder that is not a run's."""
     folder = Path(folder)
+    check_run(folder)
     settings, metrics = folder / "config.json", folder / "metrics.jsonl"
-    for path in (settings, metrics):
-        if not path.is_file():
-            raise ValueError(f"{folder} is not the folder of a run: it has no {path.name}")
     stored = read_json(settings)
     rows, damaged = scan_metrics(metrics)
     try:

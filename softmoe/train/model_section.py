@@ -74,6 +74,8 @@ class ModelSection:
     """Hidden width of each expert; None is that of the MLPs."""
     keep_mlp: bool | None = None
     """Experts stand beside the block's MLP, whose output they add to, and not in its place."""
+    kept_dim: int | None = None
+    """Hidden width of the MLP beside the experts; None is that of the MLPs."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the router, by the names of its config's fields. Stored files and the command line have them beside
     the other settings of the model: model.top_k."""

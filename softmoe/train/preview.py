@@ -14,6 +14,7 @@ from softmoe.train.data import buffers_of, open_sources
 from softmoe.train.optim import parameter_groups
 
 MANY_EPOCHS = 1000
+MANY_LEARNED = 0.05  # as a share of a model's weights, for adapters
 ROWS, EVALUATIONS = 10, 4  # the least of each in a run that is shorter than its recipe
 
 
@@ -140,7 +141,24 @@ def remarks(config: TrainConfig, shape: ViTConfig, source: Source) -> list[str]:
     epochs = config.steps * config.data.batch_size / max(1, len(source))
     if epochs > MANY_EPOCHS and not getattr(source, "generated", False):
         said.append(f"each of the {len(source):,} training images is seen {epochs:,.0f} times; --epochs says otherwise")
+    outputs = config.model.num_classes
+    if outputs is not None and outputs > len(source.classes):
+        what = f"the head has {outputs} outputs, and the data has {len(source.classes)} classes"
+        said.append(f"{what}, so their names are not saved with the model; leave out --model.num-classes")
+    if config.model.adapters:
+        share = learned_share(config, shape)
+        advice = ": adapters of the dense model itself are fewer" if share > MANY_LEARNED else ""
+        said.append(f"{share:.1%} of the weights are trained and saved{advice}")
     return said
+
+
+def learned_share(config: TrainConfig, shape: ViTConfig) -> float:
+    """Return the share of a model's weights that a run trains."""
+    import torch
+
+    with torch.device("meta"):
+        sizes = {name: value.numel() for name, value in VisionTransformer(shape).named_parameters()}
+    return sum(sizes[name] for name in learned_names(config, shape)) / sum(sizes.values())
 
 
 def buffer_line(config: TrainConfig) -> str:

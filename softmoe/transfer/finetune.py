@@ -18,9 +18,12 @@ import shutil
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
+from shlex import quote
 
 import numpy as np
 import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
 
 from softmoe.convert.foreign import from_pretrained, locate, open_foreign, split_options
 from softmoe.data import Transform
@@ -74,8 +77,8 @@ def check_base(weights: str | Path, shape: ViTConfig) -> None:
     if locate(split_options(str(weights))[0]) is not None:
         raise ValueError(
             f"adapters are saved beside the name of a saved model, and {weights} has others' weights: make a "
-            f"model of it with `softmoe upcycle {weights} --expert-dim {adapter_dim(shape)} --data DATA --out base`, "
-            "then `softmoe finetune base DATA --adapters`"
+            f"model of it with `softmoe upcycle {quote(str(weights))} --expert-dim {adapter_dim(shape)} --data DATA "
+            "--out base`, then `softmoe finetune base DATA --adapters`"
         )
     facts_of_base(weights)
 
@@ -125,7 +128,9 @@ def section_of(shape: ViTConfig) -> ModelSection:
 
 REFIT_IMAGES = 20_000
 """The most images, drawn at random, that a head in closed form is fitted to."""
-TEMPERATURES = tuple(2.0**i for i in range(-2, 9))
+SCALE_IMAGES = 2_000
+"""The most validation images, drawn at random, by which the scale of its logits is chosen."""
+SCALES = tuple(2.0 ** (i / 2) for i in range(-4, 17))
 
 
 def write_finished(result: Result) -> tuple[SavedModel, dict[str, float]]:
@@ -152,9 +157,13 @@ def refit_head(run: RunFolder, report: Callable[[str], None] = print) -> dict[st
     model = load_saved(saved, device)
     data, d = Data.open(config, device=device, captions=False), config.data
     widen_head(model, spread_blocks(saved.config.depth))
-    seen = random_subset(data.train, REFIT_IMAGES)
-    features = extract(model, seen, Transform(d.transform, train=False), batch_size=d.eval_batch_size, cache=False)
+    prepare = Transform(d.transform, train=False)
+    features, held_out = (
+        extract(model, random_subset(source, images), prepare, batch_size=d.eval_batch_size, cache=False)
+        for source, images in ((data.train, REFIT_IMAGES), (data.val, SCALE_IMAGES))
+    )
     l2 = fit_head(model, features)
+    scale_head(model, held_out)
     numbers = {
         f"val/{name}": value for name, value in classify(model, data.validation(), config.objective.loss).items()
     }
@@ -188,22 +197,39 @@ def widen_head(model: VisionTransformer, blocks: tuple[int, ...]) -> None:
 def fit_head(model: VisionTransformer, features: Features) -> float:
     """Set the head to the ridge regression of these features and return its penalty.
 
-    The penalty is that of the best accuracy with each image left out in turn. The scores are then multiplied by the
-    factor with the smallest cross-entropy on the left-out images, so that the softmax of them is a probability.
+    The penalty is that of the best accuracy with each image left out in turn.
     """
-    labels_n = features.single_labels()
-    ridge = Ridge.fit(features.vectors, labels_n, len(features.classes))
+    ridge = Ridge.fit(features.vectors, features.single_labels(), len(features.classes))
     l2 = choose_by_leave_one_out(ridge, L2_GRID)
-    left_out_nC, W_DC = torch.from_numpy(ridge.left_out(l2)), ridge.weights(l2)
-    truth_n = torch.from_numpy(labels_n).long()
-    losses = [float(torch.nn.functional.cross_entropy(t * left_out_nC, truth_n)) for t in TEMPERATURES]
-    factor = TEMPERATURES[int(np.argmin(losses))]
+    W_DC = ridge.weights(l2)
     weight_DC = W_DC[:-1] / ridge.std_D[:, None]
     bias_C = BIAS * W_DC[-1] - ridge.mean_D @ weight_DC
+    head = linear_head(model)
     with torch.no_grad():
-        for own, found in ((model.head.weight, weight_DC.T), (model.head.bias, bias_C)):
-            own.copy_(torch.from_numpy(factor * found))  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+        for own, found in ((head.weight, weight_DC.T), (head.bias, bias_C)):
+            own.copy_(torch.from_numpy(found))
     return l2
+
+
+@torch.no_grad()
+def scale_head(model: VisionTransformer, features: Features) -> None:
+    """Multiply the head by the factor with the smallest cross-entropy on images that nothing was trained on.
+
+    Images that the blocks were trained on would make it too sure. So would a few images that are all right, and the
+    loss is therefore that of one more image, which can be of any class.
+    """
+    head, labels_n = linear_head(model), torch.from_numpy(features.single_labels()).long()
+    scores_nC = head(torch.from_numpy(np.array(features.vectors)).to(head.weight)).cpu()
+    smoothing = 1 / (len(labels_n) + 1)
+    losses = [cross_entropy(scale * scores_nC, labels_n, label_smoothing=smoothing) for scale in SCALES]
+    factor = SCALES[int(torch.stack(losses).argmin())]
+    for own in (head.weight, head.bias):
+        own.mul_(factor)
+
+
+def linear_head(model: VisionTransformer) -> nn.Linear:
+    assert isinstance(model.head, nn.Linear), "a model without classes has none"
+    return model.head
 
 
 def branch(checkpoint: Path | str, cooldown: int, run_name: str | None = None, runs: str | None = None) -> TrainConfig:

@@ -9,9 +9,8 @@ Attention, norms, positions and everything else stay as they are; only the modul
 Letters: B images, M tokens, D width, H hidden width, N experts.
 """
 
-import difflib
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -22,12 +21,29 @@ from torch import Tensor, nn
 from softmoe.models import MoEConfig
 from softmoe.moe import ExpertsBeside, MoE
 from softmoe.moe.record import evaluating
-from softmoe.transfer.mlps import TwoModuleMLP, hidden_width, linears, read_mlp
+from softmoe.transfer.mlps import (
+    AddResidual,
+    find_modules,
+    has_channels_first,
+    hidden_width,
+    is_split,
+    matrices,
+    pick_blocks,
+    read_mlp,
+    token_width,
+    whole_mlp,
+)
 from softmoe.transfer.upcycling import INITS, NARROW, relative
-from softmoe.transfer.upcycling_routers import init_router
+from softmoe.transfer.upcycling_routers import (
+    catch,
+    find_tokens_first,
+    first_argument,
+    first_tensor,
+    init_router,
+    model_output,
+)
 
 MAX_BATCHES = 8  # batches that are used, however many are given
-OUTPUTS = ("logits", "image_embeds", "pooler_output", "last_hidden_state")  # the first that there is is compared
 
 
 @dataclass(frozen=True)
@@ -48,6 +64,8 @@ class InPlace:
     """Multiply-accumulates of the exchanged modules, over those of before."""
     params: float
     """Parameters of the whole model, over those of before."""
+    notes: tuple[str, ...] = ()
+    """Sentences on what the user should check, such as inputs that have no axis of tokens."""
 
     def __str__(self) -> str:
         c = self.config
@@ -62,10 +80,12 @@ class InPlace:
             lines += [f"cost: {self.macs:.2f} times the multiply-accumulates of these modules"]
         if self.moved is None:
             return "\n".join([*lines, "the output was not compared: give batches="])
+        lines += [f"note: {note}" for note in self.notes]
         same = "" if self.same_class is None else f", the same largest output for {100 * self.same_class:.1f} %"
         return "\n".join([*lines, f"output moved by {self.moved:.4f} of its length on {self.images} images{same}"])
 
 
+@torch.inference_mode(False)  # parameters made in that mode could not be trained
 @torch.no_grad()
 def upcycle_(
     model: nn.Module,
@@ -77,6 +97,7 @@ def upcycle_(
     batches: Iterable[Any] | Tensor | None = None,
     blocks: str | Sequence[int] = "all",
     expert_dim: int | None = None,
+    width: int | Sequence[int] | None = None,
     router: str = "soft",
     tokens_first: bool | None = None,
     **options: Any,
@@ -89,230 +110,209 @@ def upcycle_(
     tuple that begins with one, a mapping of arguments (Hugging Face), or an iterable of such, of which a few are taken;
     routers start from their tokens, and the report compares outputs on them. `init` is that of `softmoe.upcycle`:
     "beside" keeps each module, whatever it is, and adds experts of hidden width `expert_dim` (by default a sixteenth of
-    its own); the others put N copies in its place, which must be an MLP of two matrices with GELU, or a gated one.
-    `slots` are those of each expert. Inputs of a module may be (B, D), (B, M, D), (B, rows, columns, D), or with
-    `tokens_first` (M, B, D), which is found out from batches. `options` are those of the router.
+    its own) to its output, or to the first part of it; the others put N copies in its place, which must be an MLP of
+    two matrices with GELU, or a gated one. `slots` are those of each expert. Inputs of a module may be (B, D),
+    (B, M, D), (B, rows, columns, D), (B, D, rows, columns) of convolutions, or with `tokens_first` (M, B, D). This and
+    the `width` D, one for all modules or one for each, are found out from batches. `options` are those of the router.
+    If it fails, the model is as it was.
     """
     if init not in INITS:
         raise ValueError(f"init must be one of {', '.join(INITS)}, got {init!r}")
-    if expert_dim and init != "beside":
-        raise ValueError(f"experts of init={init!r} are copies of the MLPs: leave out expert_dim")
-    single = isinstance(batches, Tensor | Mapping | tuple)
-    given = None if batches is None else [batches] if single else list(islice(batches, MAX_BATCHES))
-    if given is None and init not in ("beside", "copy"):
+    if (expert_dim or width) and init != "beside":
+        raise ValueError(f"experts of init={init!r} are copies of the MLPs: leave out expert_dim and width")
+    given = read_batches(batches)
+    if not given and init not in ("beside", "copy"):
         raise ValueError(f"init={init!r} looks at the tokens of real images: give batches=, or use init='beside'")
-    names = pick_blocks(find_modules(model, mlps), blocks)
+    net, names = without_wrapper(model, pick_blocks(find_modules(model, mlps), blocks))
+    widths = [width] * len(names) if isinstance(width, int | None) else width
+    if len(widths) != len(names):
+        raise ValueError(f"width must be one number, or one for each of {len(names)} modules, got {len(widths)}")
     moe = MoEConfig.of(router, experts, **({"slots_per_expert": slots} if slots != 1 else {}), **options)
-    before = sum(parameter.numel() for parameter in model.parameters())
-    with evaluating(model):
-        old = None if given is None else [model_output(model, batch) for batch in given]
-        dense = {name: whole_mlp(model.get_submodule(name), name) for name in names}
-        seen = {} if given is None else collect_tokens(model, names, given)
+    before, old_modules = sum(parameter.numel() for parameter in model.parameters()), set(net.modules())
+    made: list[AnyLayout] = []
+    macs = [0, 0]
+    with evaluating(net), undone_on_error() as put:
+        caught, old = catch(net, names, given)
         if tokens_first is None:
-            tokens_first = any(first for _, first in seen.values())
-        layers: dict[str, MoE] = {}
-        macs = [0, 0]
-        for name, mlp in dense.items():
-            if given is not None and layers and init != "beside":  # through the layers already exchanged
-                seen |= collect_tokens(model, [name], given)
-            layers[name] = make_layer(mlp, moe, init, expert_dim, name)
-            put_layer(model, name, AnyLayout(layers[name], tokens_first))
-            if given is not None:
-                x_BMD, _ = seen.pop(name)
-                init_router(layers[name], mlp, x_BMD, init)
-                for index, number in enumerate(macs_of(mlp, layers[name], x_BMD.shape[1], slots * experts)):
+            tokens_first = bool(given) and find_tokens_first(net, caught, given[0])
+        vectors = [
+            f"{name} gets vectors {tuple(x.shape)}" for name, inputs in caught.items() for x in inputs if x.ndim == 2
+        ]
+        for name, D in zip(names, widths, strict=True):
+            mlp = whole_mlp(net.get_submodule(name), name)
+            if made and init not in ("beside", "copy"):  # through the layers already exchanged
+                caught |= catch(net, [name], given)[0]
+            made.append(AnyLayout(make_layer(mlp, moe, init, expert_dim, name, D, caught[name]), tokens_first))
+            put_layer(net, name, made[-1], put)
+            if given:
+                x_BMD = made[-1].all_tokens(caught.pop(name))
+                init_router(made[-1].layer, mlp, x_BMD, init)
+                for index, number in enumerate(macs_of(mlp, made[-1].layer, x_BMD.shape[1], slots * experts)):
                     macs[index] += number
-        new = None if given is None else [model_output(model, batch) for batch in given]
-    moved, same, images = compare(old, new)
+        new = [model_output(net, batch) for batch in given]
+        moved, same = compare(old, new)
+    for module in set(net.modules()) - old_modules:
+        module.training = net.training
     config = {"mlps": names, "experts": experts, "slots": slots, "init": "beside" if init == "beside" else "copy"}
     config |= {"expert_dim": expert_dim, "router": router, "tokens_first": tokens_first, **options}
+    if init == "beside":
+        config["width"] = [layout.layer.router.dim for layout in made]
+    images = sum(len(first_tensor(batch)) for batch in given)
     after = sum(parameter.numel() for parameter in model.parameters())
     cost = macs[1] / macs[0] if macs[0] else None
-    return InPlace(model, config, tuple(names), images, moved, same, cost, after / before)
+    alone = "each is taken for an image of one token, and none are mixed; tokens need an axis of images before theirs"
+    notes = (f"{vectors[0]}: {alone}",) if vectors else ()
+    return InPlace(model, config, tuple(names), images, moved, same, cost, after / before, notes)
 
 
 class AnyLayout(nn.Module):
     """Gives an MoE layer its tokens as (B, M, D), whatever the layout of the model around it.
 
-    That may be (B, D), (B, M, D), (M, B, D) with `tokens_first`, or (B, rows, columns, D).
+    That may be (B, D), (B, M, D), (M, B, D) with `tokens_first`, (B, rows, columns, D), or (B, D, rows, columns) if
+    the kept module is made of convolutions. A kept module gets its arguments as they came.
     """
 
     def __init__(self, layer: MoE, tokens_first: bool = False):
         super().__init__()
         self.layer = layer
         self.tokens_first = tokens_first
+        self.channels_first = isinstance(layer, ExpertsBeside) and has_channels_first(layer.mlp)
 
-    def forward(self, *given: Tensor, **named: Tensor) -> Tensor:
+    def forward(self, *given: Any, **named: Any) -> Any:
         x = first_argument(given, named)
-        if x.ndim == 3 and self.tokens_first:
-            return self.layer(x.transpose(0, 1)).transpose(0, 1)
-        return self.layer(as_tokens(x)).view(x.shape)
+        mixed_BMD = MoE.forward(self.layer, self.tokens(x), None, self.grid(x))  # without what the layer keeps
+        mixed = self.back(mixed_BMD, x)
+        if not isinstance(self.layer, ExpertsBeside):
+            return mixed
+        kept = self.layer.mlp(*given, **named)
+        return (kept[0] + mixed, *kept[1:]) if isinstance(kept, tuple) else kept + mixed
 
+    def tokens(self, x: Tensor) -> Tensor:
+        """Bring an input of the module to (B, M, D)."""
+        if self.channels_first:
+            return x.flatten(2).transpose(1, 2)
+        if x.ndim == 3:
+            return x.transpose(0, 1) if self.tokens_first else x
+        return x.unsqueeze(1) if x.ndim == 2 else x.flatten(1, -2)
 
-def first_argument(given: tuple[Tensor, ...], named: dict[str, Tensor]) -> Tensor:
-    """Return the tokens among the arguments of a module: they come first, by whatever name."""
-    return given[0] if given else next(iter(named.values()))
+    def back(self, y_BMD: Tensor, x: Tensor) -> Tensor:
+        """Bring (B, M, D) to the layout of the input `x`."""
+        if self.channels_first:
+            return y_BMD.transpose(1, 2).reshape(x.shape)
+        return y_BMD.transpose(0, 1) if x.ndim == 3 and self.tokens_first else y_BMD.reshape(x.shape)
 
-
-def as_tokens(x: Tensor) -> Tensor:
-    """Reshape (B, D), (B, M, D) or (B, rows, columns, D) to (B, M, D)."""
-    if x.ndim == 2:
-        return x.unsqueeze(1)
-    return x if x.ndim == 3 else x.flatten(1, -2)
-
-
-def find_modules(model: nn.Module, mlps: str | Sequence[str]) -> list[str]:
-    """Find the modules whose names match, in the model's order. ValueError that lists close names if there is none."""
-    modules = dict(model.named_modules())
-    found: set[str] = set()
-    for pattern in [mlps] if isinstance(mlps, str) else mlps:
-        words = re.escape(pattern).replace(r"\*", r"[^.]+")
-        matches = {pattern} if pattern in modules else {n for n in modules if re.fullmatch(rf"(.*\.)?{words}", n)}
-        if not matches:
-            known = {name: re.sub(r"\b\d+\b", "*", name) for name in modules if name}
-            likely = dict.fromkeys(known[name] for name in known if is_mlp(modules[name]))
-            near = [*likely, *difflib.get_close_matches(pattern, dict.fromkeys(known.values()), n=3, cutoff=0.5)]
-            listed = ", ".join(dict.fromkeys(near[:6]))
+    def grid(self, x: Tensor) -> tuple[int, int] | None:
+        """Return rows and columns for a router that uses places. ValueError if the input has none."""
+        if not self.layer.router.takes_grid:
+            return None
+        if x.ndim != 4:
             raise ValueError(
-                f"mlps={pattern!r} matches no module of this {type(model).__name__}"
-                + (f"; close names are {listed}" if listed else "; name the modules in which its MLPs are")
+                "a router with places needs inputs with rows and columns, as (images, rows, columns, width), but this "
+                f"module gets {tuple(x.shape)}: use router='soft'"
             )
-        found |= matches
-    names = [name for name in modules if name in found]
-    if experts := [name for name in names if any(isinstance(part, MoE) for part in modules[name].modules())]:
-        raise ValueError(f"{experts[0]} has experts already")
-    return names
+        rows, columns = x.shape[2:] if self.channels_first else x.shape[1:3]
+        return rows, columns
+
+    def all_tokens(self, inputs: list[Tensor]) -> Tensor:
+        """Return the tokens of all batches that are shaped as the first."""
+        tokens = [self.tokens(x) for x in inputs]
+        return torch.cat([x_BMD for x_BMD in tokens if x_BMD.shape[1:] == tokens[0].shape[1:]])
 
 
-def pick_blocks(names: list[str], blocks: str | Sequence[int]) -> list[str]:
-    """Keep the matches that the option `blocks` asks for."""
-    if blocks == "all":
-        return names
-    if blocks == "last_half":
-        return names[len(names) - len(names) // 2 :] if len(names) > 1 else names
-    if isinstance(blocks, str) or any(not 0 <= index < len(names) for index in blocks):
-        raise ValueError(f"blocks must be 'all', 'last_half' or indices of the {len(names)} matches, got {blocks!r}")
-    return [names[index] for index in sorted(set(blocks))]
+def without_wrapper(model: nn.Module, names: list[str]) -> tuple[nn.Module, list[str]]:
+    """Return the model inside nn.DataParallel, and the names as they are there."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError("DistributedDataParallel does not see new parameters: upcycle_ the model first, then wrap it")
+    if not isinstance(model, nn.DataParallel):
+        return model, names
+    return model.module, [name.removeprefix("module.") for name in names]
 
 
-def is_mlp(module: nn.Module) -> bool:
-    """Tell if a module looks like an MLP: two or three linear layers, from a width and back to it."""
-    found = linears(module)
-    back = len(found) in (2, 3) and found[0].in_features == found[-1].out_features < found[-1].in_features
-    return back or is_split(module)
+@contextmanager
+def undone_on_error() -> Iterator[Callable[[nn.Module, str, nn.Module], None]]:
+    """Give a function that puts a module into another; if the context fails, all the old ones are put back."""
+    old: list[tuple[nn.Module, str, nn.Module]] = []
+
+    def put(parent: nn.Module, leaf: str, module: nn.Module) -> None:
+        old.append((parent, leaf, parent.get_submodule(leaf)))
+        setattr(parent, leaf, module)
+
+    try:
+        yield put
+    except BaseException:
+        for parent, leaf, module in reversed(old):
+            setattr(parent, leaf, module)
+        raise
 
 
-def is_split(module: nn.Module) -> bool:
-    """Tell if this is a block whose MLP lies in two modules, `intermediate` and `output`."""
-    halves = (getattr(module, name, None) for name in ("intermediate", "output"))
-    return all(isinstance(getattr(half, "dense", None), nn.Linear) for half in halves)
-
-
-def whole_mlp(module: nn.Module, name: str) -> nn.Module:
-    """Return the MLP as one module, whose input and output are tokens."""
-    if not is_split(module):
-        if not linears(module):
-            raise ValueError(f"{name} is a {type(module).__name__} without a linear layer: mlps= must name MLPs")
-        return module
-    if any(isinstance(part, nn.LayerNorm) for part in module.output.modules()):  # pyright: ignore
-        raise ValueError(f"{name} has a norm after its sum (as in BERT), so its MLP cannot be exchanged alone")
-    return TwoModuleMLP(module.intermediate, module.output)  # pyright: ignore
-
-
-def put_layer(model: nn.Module, name: str, layer: nn.Module) -> None:
+def put_layer(model: nn.Module, name: str, layer: nn.Module, put: Callable[[nn.Module, str, nn.Module], None]) -> None:
     """Put a layer in the place of the MLP called `name`."""
     module = model.get_submodule(name)
     if is_split(module):
-        module.intermediate, module.output = layer, AddResidual()
+        put(module, "intermediate", layer)
+        put(module, "output", AddResidual())
         return
     parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, layer)
+    put(model.get_submodule(parent), leaf, layer)
 
 
-class AddResidual(nn.Module):
-    """The part of Hugging Face's `output` module that stays: the sum with the residual."""
-
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        return x + residual
-
-
-def make_layer(mlp: nn.Module, moe: MoEConfig, init: str, expert_dim: int | None, name: str) -> MoE:
+def make_layer(
+    mlp: nn.Module, moe: MoEConfig, init: str, expert_dim: int | None, name: str, dim: int | None, inputs: list[Tensor]
+) -> MoE:
     """Make the layer that takes an MLP's place, with the MLP inside or with experts that are copies of it."""
-    first = linears(mlp)[0]
-    with torch.device(first.weight.device):
+    first = matrices(mlp)[0]
+    with torch.device(first.device):
         if init == "beside":
-            width = expert_dim or max(1, hidden_width(mlp) // NARROW)
-            fresh = moe.make_layer(first.in_features, width, 0.0, "gelu")
+            if inputs:
+                dim = inputs[0].shape[1 if has_channels_first(mlp) else -1]
+            D = dim or token_width(mlp)
+            if D is None:
+                raise ValueError(
+                    f"{name}, a {type(mlp).__name__}, does not return the width of its input for tokens alone: mlps= "
+                    "must name MLPs, or give batches= if it needs more arguments"
+                )
+            fresh = moe.make_layer(D, expert_dim or max(1, hidden_width(mlp, D) // NARROW), 0.0, "gelu")
             layer = ExpertsBeside(mlp, fresh.router, fresh.experts)  # pyright: ignore
         else:
             copies = read_mlp(mlp, name).copies(moe.num_experts)
-            layer = MoE(moe.router.build(first.in_features), copies)
-    return layer.to(first.weight.dtype).train(mlp.training)
+            layer = MoE(moe.router.build(copies.dim), copies)  # pyright: ignore
+    return layer.to(first.dtype)
 
 
 def macs_of(mlp: nn.Module, layer: MoE, tokens: int, rows: int) -> tuple[int, int]:
     """Count an image's multiply-accumulates, in the MLP and in the layer, for so many tokens and slots (`rows`)."""
-    dense = tokens * sum(linear.weight.numel() for linear in linears(mlp))
+    dense = tokens * sum(weight.numel() for weight in matrices(mlp))
     expert = sum(parameter[0].numel() for parameter in layer.experts.parameters() if parameter.ndim == 3)
     kept = dense if isinstance(layer, ExpertsBeside) else 0
-    return dense, kept + 3 * tokens * rows * linears(mlp)[0].in_features + rows * expert
+    return dense, kept + 3 * tokens * rows * layer.router.dim + rows * expert
 
 
-def collect_tokens(model: nn.Module, names: Iterable[str], batches: list[Any]) -> dict[str, tuple[Tensor, bool]]:
-    """Collect the tokens (B, M, D) that reach each module, and tell if its input has tokens before images.
-
-    Batches of another shape than the first are left out.
-    """
-    caught: dict[str, list[Tensor]] = {name: [] for name in names}
-    hooks = []
-    for name, kept in caught.items():
-        module = model.get_submodule(name)
-        target = module.intermediate if is_split(module) else module
-
-        def keep(module: nn.Module, given: Any, named: Any, kept: list[Tensor] = kept) -> None:
-            kept.append(first_argument(given, named))
-
-        hooks.append(target.register_forward_pre_hook(keep, with_kwargs=True))  # pyright: ignore
-    sizes = []
-    try:
-        for batch in batches:
-            sizes.append(len(model_output(model, batch)))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    seen = {}
-    for name, kept in caught.items():
-        if len(kept) != len(sizes):
-            raise ValueError(f"{name} ran {len(kept)} times in {len(sizes)} batches: name modules that run once each")
-        first = kept[0].ndim == 3 and kept[0].shape[1] == sizes[0] != kept[0].shape[0]
-        tokens = [as_tokens(x.transpose(0, 1) if first else x) for x in kept]
-        seen[name] = torch.cat([x for x in tokens if x.shape[1:] == tokens[0].shape[1:]]), first
-    return seen
+def read_batches(batches: Any) -> list[Any]:
+    """Return a few batches of one kind, or none where none are given."""
+    if batches is None:
+        return []
+    if not isinstance(batches, Iterable):
+        raise ValueError(f"batches must be inputs of the model, such as a tensor of images, got {batches!r}")
+    given = [batches] if isinstance(batches, Tensor | Mapping | tuple) else list(islice(batches, MAX_BATCHES))
+    if not given:
+        raise ValueError("batches= is empty: give a tensor of images, or several batches, or leave it out")
+    first = first_tensor(given[0])
+    for x in map(first_tensor, given):
+        if x.ndim != first.ndim or x.is_floating_point() != first.is_floating_point():
+            raise ValueError(
+                f"batches must be alike, but the first is {first.dtype} {tuple(first.shape)} and another {x.dtype} "
+                f"{tuple(x.shape)}: a list has several batches, and a tuple (images, labels) is one"
+            )
+    return given
 
 
-def model_output(model: nn.Module, batch: Any) -> Tensor:
-    """Run the model on a batch and return its output (B, ...): of several tensors the logits, or else the first."""
-    if isinstance(batch, Mapping):
-        found = model(**batch)
-    else:
-        found = model(batch[0] if isinstance(batch, tuple | list) else batch)
-    if isinstance(found, Mapping):
-        key = next((key for key in (*OUTPUTS, *found) if isinstance(found.get(key), Tensor)), None)
-        found = found.get(key)
-    elif isinstance(found, tuple | list):
-        found = next((part for part in found if isinstance(part, Tensor)), None)
-    if not isinstance(found, Tensor):
-        raise ValueError(f"the model's output for a batch has no tensor to compare, but is a {type(found).__name__}")
-    return found
-
-
-def compare(old: list[Tensor] | None, new: list[Tensor] | None) -> tuple[float | None, float | None, int]:
-    """Return how far the outputs moved, the share of images with the same largest output, and the number of images."""
-    if old is None or new is None:
-        return None, None, 0
-    images = sum(len(a) for a in old)
-    moved = sum(relative(a, b) * len(b) for a, b in zip(new, old, strict=True)) / images
+def compare(old: list[Tensor], new: list[Tensor]) -> tuple[float | None, float | None]:
+    """Return how far the outputs moved, and the share of images with the same largest output."""
+    if not old:
+        return None, None
+    rows = [len(b) for b in old]
+    pairs = [(a.reshape(len(a), -1), b.reshape(len(b), -1)) for a, b in zip(new, old, strict=True)]
+    moved = sum(relative(a, b) * len(b) for a, b in pairs) / sum(rows)
     if old[0].ndim != 2:
-        return moved, None, images
-    same = sum(int((a.argmax(1) == b.argmax(1)).sum()) for a, b in zip(new, old, strict=True))
-    return moved, same / images, images
+        return moved, None
+    return moved, sum(int((a.argmax(1) == b.argmax(1)).sum()) for a, b in pairs) / sum(rows)

@@ -69,7 +69,7 @@ class Distance:
             return "a token gets the MLP's output times a gate below 1, and nothing where it found no place"
         mixed = "slots hold mixtures of tokens, so a token gets what the MLP gives for a mixture, not for itself"
         if worst > NEARLY_THE_MEAN:
-            mixed += "; with a fresh router the mixture is nearly the mean of the image, the same for all its tokens"
+            mixed += "; here the mixture is nearly the mean of the image, the same for all its tokens"
         return mixed
 
 

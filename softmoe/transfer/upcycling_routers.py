@@ -14,7 +14,9 @@ The scale of the logits is then chosen, by trying, to be nearest to the dense ML
 there by gradient descent on the router alone.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +26,14 @@ from softmoe.models.transformer import MLP, Block
 from softmoe.moe import ExpertsBeside, MoE, Router, SoftRouter
 from softmoe.moe.soft import l2_normalize
 from softmoe.moe.sparse import SparseRouter
+from softmoe.transfer.mlps import is_split, returns_shape
 
 SCALES = tuple(2.0**power for power in range(13))  # 1 to 4096
 ROUNDS = 20  # of k-means; clusters hardly change after these
 STEPS, RATE, IMAGES = 100, 0.01, 16  # of refining: Adam steps, rate relative to the parameters' size, images a step
 RIDGE = 1e-3  # regularization, in mean variances of a coordinate
+MIXED = 0.1  # relative change of an image's tokens, when it is run alone, that rounding does not explain
+OUTPUTS = ("logits", "image_embeds", "pooler_output", "last_hidden_state")  # the first that there is is compared
 
 
 def fit_routers(
@@ -63,15 +68,29 @@ def layers(model: VisionTransformer, index: int) -> MoE | MLP:
 
 
 def init_router(layer: MoE, mlp: nn.Module, x_BMD: Tensor, init: str) -> None:
-    """Choose the router's first parameters from the tokens that reach it, in the way that `init` names."""
+    """Choose the router's first parameters from the tokens that reach it, in the way that `init` names.
+
+    Layers of half precision are tried in float32: a regression needs it, and so do errors that are close together.
+    """
     if init == "copy" or not can_start_near(layer.router):
         return
-    if isinstance(layer, ExpertsBeside):  # its experts give zero at first: the slots should just tell tokens apart
-        start_near(MoE(layer.router, nn.Identity()), nn.Identity(), x_BMD, tuple(WAYS))
-        return
-    start_near(layer, mlp, x_BMD, tuple(WAYS) if init == "closest" else (init,))
-    if init == "closest":
-        refine(layer, mlp, x_BMD)
+    if not x_BMD.isfinite().all():
+        raise ValueError(
+            "routers start from finite tokens, but some are infinite or not a number: look at the images and the "
+            "model's precision"
+        )
+    beside = isinstance(layer, ExpertsBeside)  # its experts give zero at first: the slots should just tell tokens apart
+    tried, target = (MoE(layer.router, nn.Identity()), nn.Identity()) if beside else (layer, mlp)
+    dtype = next(layer.router.parameters()).dtype
+    if dtype.itemsize < torch.float32.itemsize:
+        dtype = torch.float32
+        tried, target = deepcopy(tried).to(dtype), deepcopy(target).to(dtype)
+    x_BMD = x_BMD.to(dtype)
+    with torch.autocast(x_BMD.device.type, enabled=False):
+        start_near(tried, target, x_BMD, tuple(WAYS) if beside or init == "closest" else (init,))
+        if init == "closest":
+            refine(tried, target, x_BMD)
+    set_parameters(layer.router, dict(tried.router.named_parameters()))
 
 
 def can_start_near(router: Router) -> bool:
@@ -183,3 +202,128 @@ def spherical_k_means(points_TD: Tensor, count: int) -> Tensor:
 def nearest(points_TD: Tensor, centers_SD: Tensor) -> Tensor:
     """Return (T,): for each point the center with which its product is largest."""
     return (points_TD @ centers_SD.T).argmax(1)
+
+
+def first_argument(given: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
+    """Return the tokens among the arguments of a module: the first tensor, by whatever name."""
+    return next(part for part in (*given, *named.values()) if isinstance(part, Tensor))
+
+
+def first_tensor(batch: Any) -> Tensor:
+    """Return the tensor of a batch whose first axis counts its images."""
+    parts = batch.values() if isinstance(batch, Mapping) else batch[:1] if isinstance(batch, tuple | list) else [batch]
+    for part in parts:
+        if isinstance(part, Tensor) and part.ndim:
+            return part
+    raise ValueError(
+        "a batch must be a tensor, a tuple that begins with one, or a mapping of arguments with one, got a "
+        f"{type(batch).__name__}"
+    )
+
+
+def of_other_size(batch: Any) -> Any:
+    """Return an input of the model with the first image alone, or twice if it has just one."""
+    B = len(first_tensor(batch))
+
+    def change(part: Any) -> Any:
+        if not isinstance(part, Tensor) or not part.ndim or len(part) != B:
+            return part
+        return part[:1] if B > 1 else torch.cat([part, part])
+
+    if isinstance(batch, Mapping):
+        return {name: change(part) for name, part in batch.items()}
+    return change(first_tensor(batch))
+
+
+def catch(model: nn.Module, names: Iterable[str], batches: list[Any]) -> tuple[dict[str, list[Tensor]], list[Tensor]]:
+    """Return the inputs of each module, one for each batch, and the model's outputs."""
+    caught: dict[str, list[Tensor]] = {name: [] for name in names}
+    hooks = []
+    for name, kept in caught.items():
+        module = model.get_submodule(name)
+        split = is_split(module)
+
+        def keep(
+            module: nn.Module, given: Any, named: Any, output: Any, kept: list[Tensor] = kept, name: str = name,
+            split: bool = split,
+        ) -> None:  # fmt: skip
+            x = first_argument(given, named)
+            if x.ndim < 2 or not (split or returns_shape(output, x)):
+                got = tuple(output.shape) if isinstance(output, Tensor) else f"a {type(output).__name__}"
+                raise ValueError(
+                    f"{name} gets {tuple(x.shape)} and returns {got}: mlps= must name modules that take (images, "
+                    "tokens, width) and return the same shape, alone or first in a tuple"
+                )
+            kept.append(x)
+
+        target = module.intermediate if split else module
+        hooks.append(target.register_forward_hook(keep, with_kwargs=True))  # pyright: ignore
+    try:
+        outputs = [model_output(model, batch) for batch in batches]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for name, kept in caught.items():
+        if len(kept) != len(batches):
+            raise ValueError(
+                f"{name} ran {len(kept)} times in {len(batches)} batches: name modules that run once each"
+                + ("" if kept else "; a compiled model is upcycled before it is compiled")
+            )
+    return caught, outputs
+
+
+def find_tokens_first(model: nn.Module, caught: dict[str, list[Tensor]], batch: Any) -> bool:
+    """Tell if tokens come before images in the modules' inputs: see which axis changes with the number of images."""
+    advice = "give tokens_first=True if they are (tokens, images, width), and else False"
+    other = of_other_size(batch)
+    counts = len(first_tensor(batch)), len(first_tensor(other))
+    try:
+        alone, _ = catch(model, caught, [other])
+    except Exception as error:  # of any kind: the model is anybody's
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"the model runs {counts[0]} images, but not {counts[1]} ({why}): {advice}") from error
+    found = {}
+    for name, (x, *_) in caught.items():
+        y = alone[name][0]
+        axis = images_axis(x, y, *counts)
+        if axis is None:
+            shapes = f"{tuple(x.shape)} for {counts[0]} images and {tuple(y.shape)} for {counts[1]}"
+            raise ValueError(f"the inputs of {name} are {shapes}, which does not tell the axis of images: {advice}")
+        some, same = (t.narrow(axis, 0, min(x.shape[axis], y.shape[axis])).double() for t in (x, y))
+        if (some - same).norm() > MIXED * same.norm():
+            why = "the first axis of batches is not that of images, or the model draws at random"
+            raise ValueError(f"the inputs of {name} for an image change when it runs alone, so {why}: {advice}")
+        found[name] = axis == 1
+    if len(set(found.values())) > 1:
+        first, last = (next(name for name in found if found[name] is kind) for kind in (True, False))
+        raise ValueError(f"tokens come first in {first}, but not in {last}: call upcycle_ once for each kind")
+    return any(found.values())
+
+
+def images_axis(x: Tensor, y: Tensor, images: int, others: int) -> int | None:
+    """Return the axis of images in inputs of a module for two numbers of them, or None if it cannot be told.
+
+    It is the first, which may count several windows of each image, or the second of three, which may not: tokens of
+    all images in one sequence would look the same.
+    """
+    axes = [axis for axis, size in enumerate(x.shape) if x.ndim == y.ndim and size != y.shape[axis]]
+    if axes == [0] and x.shape[0] * others == y.shape[0] * images:
+        return 0
+    return 1 if axes == [1] and x.ndim == 3 and (x.shape[1], y.shape[1]) == (images, others) else None
+
+
+def model_output(model: nn.Module, batch: Any) -> Tensor:
+    """Run the model on a batch and return its output (B, ...): of several tensors the logits, or else the first."""
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    else:
+        output = model(batch[0] if isinstance(batch, tuple | list) else batch)
+    parts = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
+    if isinstance(output, tuple | list | Tensor):
+        parts = dict(enumerate([output] if isinstance(output, Tensor) else output))
+    tensors = {key: part for key, part in parts.items() if isinstance(part, Tensor)}
+    found = next((tensors[key] for key in (*OUTPUTS, *tensors) if key in tensors), None)
+    if found is None or not found.ndim:
+        got = f"a {type(output).__name__} without one" if found is None else "a single number, such as a loss"
+        raise ValueError(f"the model must return a tensor with an output for each image, which are compared, got {got}")
+    return found

@@ -55,7 +55,7 @@ def configs(draw: st.DrawFn, routers: tuple[str | None, ...] = (None, *ROUTERS))
         capacity_factor=draw(st.sampled_from([0.5, 1.0, 1.5])),
         group_size=draw(st.sampled_from([None, config.tokens, BATCH * config.tokens])),
         expert_dim=draw(st.sampled_from([None, 2])),
-        keep_mlp=draw(st.booleans()),
+        **draw(st.sampled_from([{}, {"keep_mlp": True}, {"keep_mlp": True, "kept_dim": 3}])),
     )
     return replace(config, moe=moe)
 

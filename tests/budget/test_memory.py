@@ -10,6 +10,9 @@ from softmoe.budget import blocks_to_recompute, cost, memory
 from softmoe.budget.memory import WAITING, activation_memory, block_bytes
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
 from softmoe.moe.routing import ROUTERS
+from softmoe.storage.checkpoint import optimizer_tensors
+from softmoe.train.config import OptimSection
+from softmoe.train.optim import make_optimizer
 
 BASE = ViTConfig(image_size=(64, 48), patch_size=8, width=64, depth=4, mlp_dim=256, heads=4, num_classes=11)
 CASES = {
@@ -25,6 +28,7 @@ CASES = {
     "long groups": replace(BASE, moe=MoEConfig.of("tokens_choice", 8, top_k=2, group_size=96)),
     "one moe": replace(BASE, moe=MoEConfig.of("soft", 8, slots_per_expert=6, blocks=(0,))),
     "beside": replace(BASE, moe=MoEConfig.of("soft", 8, slots_per_expert=6, expert_dim=16, keep_mlp=True)),
+    "beside narrow": replace(BASE, dropout=0.1, moe=MoEConfig.of("soft", 8, keep_mlp=True, kept_dim=40, blocks=(1,))),
     **{router: replace(BASE, moe=moe_of(router, 8, slots_per_expert=6)) for router in ROUTERS},
 }
 
@@ -99,6 +103,21 @@ def test_weights_gradients_and_optimizer_are_exact() -> None:
     assert m.total == 16 * params + m.activations
     assert memory(BASE, 1, optimizer="sgd").optimizer_state == 4 * params
     assert memory(BASE, 1, weight_bytes=2, activation_bytes=2).weights == 2 * params
+
+
+@pytest.mark.parametrize(
+    "moe", [None, MoEConfig.of("soft", 4, blocks=(1,)), MoEConfig.of("soft", 4, keep_mlp=True, kept_dim=24)]
+)
+def test_state_of_muon_is_exact(moe: MoEConfig | None) -> None:
+    """One number less for every weight of a matrix in attention and MLPs, counted in the state after a step."""
+    config = replace(BASE, moe=moe)
+    model = VisionTransformer(config)
+    optimizer = make_optimizer(model, OptimSection(name="muon"))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    kept = [value for key, value in optimizer_tensors(optimizer).items() if not key.endswith("/step")]
+    assert memory(config, 1, optimizer="muon").optimizer_state == 4 * sum(value.numel() for value in kept)
 
 
 def test_small_states_and_updates_in_the_backward_pass() -> None:

@@ -28,6 +28,23 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert len(list((tmp_path / "shown" / "pictures").glob("*.png"))) == 3
 
 
+def test_a_second_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It goes to a folder of its own, which the output names, and the first stays as it was."""
+
+    def first() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in (tmp_path / "softmoe_demo").rglob("*.*")}
+
+    assert main(["demo", "--pictures", "2"]) == 0
+    assert "softmoe predict demo softmoe_demo/pictures/1.png" in capsys.readouterr().out
+    before = first()
+    assert len(before) == 3
+    assert main(["demo", "--pictures", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "softmoe predict demo softmoe_demo_2/pictures/1.png" in said
+    assert str(tmp_path / "softmoe_demo_2" / "inspect.html") in said
+    assert first() == before
+
+
 def test_small_and_as_it_was_trained() -> None:
     """Below a megabyte with its settings, by the recipe of its name, with the hash that its settings state."""
     saved = open_saved("demo")

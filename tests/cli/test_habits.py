@@ -3,7 +3,8 @@
 import pytest
 
 from softmoe import recipes
-from softmoe.cli.parse import OTHER_NAMES, OTHER_WAYS, parse_run, translate
+from softmoe.cli.habits import OTHER_NAMES, OTHER_WAYS, translate
+from softmoe.cli.parse import parse_run
 from softmoe.models.config import router_options
 from softmoe.storage.files import flatten
 from softmoe.train import TrainConfig
@@ -15,6 +16,9 @@ KEYS = [*flatten(TrainConfig().to_dict()), *(f"model.{name}" for name in router_
     ("typed", "meant"),
     [
         (["--lr", "1e-3"], ["--schedule.peak", "1e-3"]),
+        (["--data-path", "photos"], ["--data.train", "photos"]),
+        (["--data-dir=photos"], ["--data.train=photos"]),
+        (["--wandb", "mine"], ["--log.wandb", "mine"]),
         (["--batch-size=8"], ["--data.batch-size=8"]),
         (["--batch_size", "8"], ["--data.batch-size", "8"]),
         (["--warmup", "5", "--mixup", "0.2"], ["--schedule.warmup", "5", "--data.transform.mixup", "0.2"]),

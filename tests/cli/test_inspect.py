@@ -67,6 +67,21 @@ def test_statistics_do_not_depend_on_the_batch(tmp_path, data, capsys):
     assert one["importance"]["experts"] == pytest.approx(all_["importance"]["experts"], rel=1e-5)
 
 
+def test_nothing_is_written_over(tmp_path, data, capsys, monkeypatch):
+    """A folder with something in it is refused before any work; without --out the next free number is taken."""
+    monkeypatch.chdir(tmp_path)
+    words = ["inspect", saved(tmp_path / "one"), str(data), "--images", "0"]
+    assert main([*words, "--out", str(data)]) == 2
+    assert f"{data} is there already: choose another --out, a new or an empty folder" in capsys.readouterr().err
+    assert [path.name for path in data.iterdir()] == ["val"]
+    for name in ("inspect", "inspect_2"):
+        assert main(words) == 0
+        assert f"{name}/inspect.html\n" in capsys.readouterr().out
+    (tmp_path / "empty").mkdir()
+    assert main([*words, "--out", "empty"]) == 0
+    assert (tmp_path / "empty" / "inspect.html").is_file()
+
+
 def test_mistakes(tmp_path, data, capsys):
     """A model without experts and a number that cannot be are one line each."""
     dense = saved(tmp_path / "dense", "vit_ti4")

@@ -222,9 +222,11 @@ def test_every_command_takes_threads(command, capsys):
 
 
 def test_mistakes_and_help_do_not_wait_for_torch():
-    """A list of recipes, a usage error and a help text come before torch is loaded, for every command."""
+    """A list of recipes, a usage error, a help text and a mistyped path come before torch is loaded."""
     words = [[name] for name in COMMANDS if name not in ("demo", "quickstart", "plan", "selftest")]
     words += [[name, "--help"] for name in COMMANDS] + [["train", "quickstrat"], ["study", "nothing"]]
+    words += [[name, "mian", "photos"] for name in ("evaluate", "predict", "finetune", "inspect", "doctor", "fewshot")]
+    words += [["report", "runs/mian"], ["train", "runs/mian"], ["upcycle", "mian"], ["soup", "mian", "--out", "new"]]
     code = f"""
 import contextlib, io, sys
 from softmoe.cli import main

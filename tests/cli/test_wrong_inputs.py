@@ -21,6 +21,11 @@ WRONG = [
         "train small_data --data mixed",
         "has no folder 'val' (it has test, train); take it from train/ with mixed?val=0.1",
     ),
+    ("train small_data --data single", "single has no images for validation: no class has two; add some, or name"),
+    ("train small_data --data single --dry-run", "(in training --data.val PATH, in evaluation --split all)"),
+    ("fewshot saved single", "single has no images for validation: no class has two"),
+    ("train lit_small --image saved --data pairs:photos", "the data pairs:photos has no captions"),
+    ("train lit_small --image saved --data pairs:photos --dry-run", "the data pairs:photos has no captions"),
     ("train small_data --data mixed --dry-run", "has no folder 'val' (it has test, train)"),
     ("train small_data --data photos/ant", "holds images but no class folders"),
     ("train small_data --data photos?vall=0.1", "Did you mean 'val'?"),
@@ -63,6 +68,9 @@ WRONG = [
     ("train small_data --data photos --seed 1.5", "--seed must be a whole number, got '1.5'"),
     ("train small_data --data photos --lr fast", "--schedule.peak must be a number, got 'fast'"),
     ("quickstart --seed abc", "--seed must be a whole number, got 'abc'"),
+    ("demo --out photos", "photos is there already: choose another --out, a new or an empty folder"),
+    ("inspect saved photos --out photos", "photos is there already: choose another --out"),
+    ("report runs/main --out photos", "photos is there already: choose another --out"),
     ("demo --pictures 1000000000000", "the number of pictures is from 1 to 288"),
     ("fewshot saved", "give at least one source of images"),
     ("evaluate saved three", "softmoe finetune MODEL DATA teaches it these"),
@@ -73,6 +81,7 @@ WRONG = [
     ("predict empty.safetensors photos --mean 0.5 --std 0.5", "empty.safetensors is not a readable safetensors file"),
     ("cost soft_s16_99999999999999999999e", "unknown model 'soft_s16_99999999999999999999e'"),
     ("bench layer --seconds 0", "--seconds must be above 0, got 0"),
+    ("-v", "unknown command '-v', did you mean '--version'?"),
     ("TRAIN small_data", "did you mean 'train'?"),
     ("train --data photos", "the recipe comes first: softmoe train small_data --data photos"),
     ("train photos", "to train on the images in it: softmoe train small_data --data photos"),
@@ -92,7 +101,7 @@ WRONG = [
     ("train small_data --data photos --image-size=0", "image_size must be positive, not 0"),
     ("train small_data --data photos --model.router sofft", "experts_choice, or dense for none"),
     ("train small_data --data photos --model.heads 3", "heads must divide the width: 64 is not a multiple of 3"),
-    ("train small_data --data photos --optim.name adm", "Expected one of ('adamw', 'sgd')"),
+    ("train small_data --data photos --optim.name adm", "Expected one of ('adamw', 'sgd', 'muon')"),
     (
         "train small_data --data photos --run-name notes",
         "runs/notes holds mine.txt and no run: choose another --run-name",
@@ -131,6 +140,47 @@ WRONG = [
     ("search saved dog ~nobodyhere/photos", "there is no image file or folder '~nobodyhere/photos'"),
     ("export saved --to onnx --out ~nobodyhere/model.onnx", "there is no folder"),
     ("train lit_small --image saved --data pairs:~nobodyhere/x", "~nobodyhere/x"),
+    ("train lit_small --image mian --data pairs:photos", "there is no folder mian; runs has main"),
+    (
+        "finetune demo three --num-classes 2 --dry-run",
+        "three has 3 classes, some outside the model's head, which has 2",
+    ),
+    ("predict photos runs/main", "MODEL comes first: softmoe predict runs/main photos"),
+    ("evaluate photos saved", "MODEL comes first: softmoe evaluate saved photos"),
+    ("evaluate 'shapes?size=16' demo", "MODEL comes first: softmoe evaluate demo 'shapes?size=16'"),
+    ("finetune photos demo", "MODEL comes first: softmoe finetune demo photos"),
+    ("search dog saved photos", "MODEL comes first: softmoe search saved dog photos"),
+    ("predict --model demo photos", "--model is not needed, the place says it: softmoe predict MODEL IMAGES"),
+    ("evaluate --data=photos saved", "--data=photos is not needed, the place says it: softmoe evaluate MODEL DATA"),
+    (
+        "predict soft_s16_128e photos",
+        "is an architecture and has no weights: softmoe train pretrain --model soft_s16_1",
+    ),
+    ("finetune vit_s16 photos", "vit_s16 is an architecture and has no weights"),
+    ("finetune imagenet1k photos", "imagenet1k is a recipe and has no weights: softmoe train imagenet1k --data DATA"),
+    ("upcycle quickstart --experts 2", "quickstart is a recipe and has no weights"),
+    ("soup saved small_data --out averaged", "small_data is a recipe and has no weights"),
+    ("predict demo https://example.com/cat.jpg", "https://example.com/cat.jpg is an address: download it first"),
+    ("predict https://example.com/model photos", "https://example.com/model is an address: download the files"),
+    ("predict nothing.safetensors photos", "there is no file nothing.safetensors"),
+    ("train --recipe lit --data photos", "the recipe comes first: softmoe train lit --data photos"),
+    ("train small_data --data mixed", "--data.val-split test in training, --split test in evaluation"),
+    (
+        "doctor runs",
+        "runs is not a saved model: it has no config.json written by softmoe.save_pretrained; runs has main",
+    ),
+    ("report runs", "runs is not the folder of a run: it has no config.json; runs has main"),
+    ("inspect", "something is missing: softmoe inspect MODEL DATA (softmoe inspect --help)"),
+    ("export saved", "something is missing: softmoe export MODEL --to TO (softmoe export --help)"),
+    (
+        "finetune demo photos --epoch 2",
+        "error: there is no --epoch, did you mean --epochs? (softmoe finetune MODEL DATA",
+    ),
+    ("evaluate saved photos --bath-size 3", "--bath-size, 3; did you mean --batch-size? (softmoe evaluate --help)"),
+    ("train small_data --data photos --freze 0.5", "there is no --freze, did you mean --freeze?"),
+    ("train small_data --data photos --wandb", "--wandb takes the name of a Weights & Biases project: --wandb NAME"),
+    ("train small_data --data photos -v", "there is no --verbose: a run shows its progress by itself"),
+    ("predict saved photos --out x.csv", "softmoe predict has no --out: --csv FILE writes a table"),
 ]
 
 
@@ -151,6 +201,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / name).mkdir(parents=True)
         for number in range(3):
             (root / name / f"{number}.jpg").write_bytes(b"x")
+    for name in ("single/ant", "single/bee"):
+        (root / name).mkdir(parents=True)
+        (root / name / "0.jpg").write_bytes(b"x")
     for name in ("empty", "runs/notes"):
         (root / name).mkdir(parents=True)
     for name in ("empty.safetensors", "weights.pt", "runs/notes/mine.txt", "runs/file"):

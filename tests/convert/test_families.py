@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from others import real_timm
 from torch.nn import functional as F
 from tower_parts import quick_gelu, swiglu, swiglu_packed
 from towers import HuggingFaceDinov2, HuggingFaceTower, HuggingFaceViT, OpenClip, Timm, Torchvision
@@ -76,7 +77,7 @@ def test_back_under_timms_names(family: str):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_timm_itself(family: str):
     """timm's own class, made with the arguments, takes the tensors strictly and gives the same output."""
-    timm = pytest.importorskip("timm")
+    timm = real_timm()
     make, options = FAMILIES[family]
     pixels = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
     model = from_timm(make().state_dict(), **(HALF | pixels), **options).eval()

@@ -81,6 +81,8 @@ def test_hashed_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         ({"pretrained_cfg": TIMM["pretrained_cfg"] | {"crop_pct": -1}}, "crop_pct is from"),
         ({"model_args": {"num_heads": True}}, "num_heads is from"),
         ({"label_names": ["\x1b[2J", "b", "c", "d", "e"]}, "control characters"),
+        ({"model_args": {"num_heads": 2, "act_layer": "relu"}}, "vit_tiny_patch4_12 uses the activation 'relu'"),
+        ({"pretrained_cfg": {"input_size": [3, 12, 12]}}, "do not say which mean and std"),
     ],
 )
 def test_settings_that_no_model_has(change, words, tmp_path: Path):

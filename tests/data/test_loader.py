@@ -218,7 +218,9 @@ def test_broken_images_are_replaced(workers, caplog):
 
 def test_too_many_broken():
     """Above the share the run stops with the list; all broken stops at once."""
-    with pytest.raises(TooManyBroken, match=r"2 of 10 .*0\.1 \(max_broken\)(.|\n)*few/[37]: it is broken"):
+    with pytest.raises(
+        TooManyBroken, match=r"2 of 10 .*0\.1 \(max_broken, --data\.max-broken of a run\)(.|\n)*few/[37]: it is broken"
+    ):
         list(islice(Loader(Few(broken=(3, 7)), PLAIN, 5, max_broken=0.1).batches(), 20))
     with pytest.raises(TooManyBroken, match="in a row"):
         next(Loader(Few(broken=tuple(range(10))), PLAIN, 5, max_broken=1.0).batches())

@@ -1,5 +1,6 @@
 """Folders of photos as people have them: classes without train/ and val/, one split alone, train/ and test/."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -37,6 +38,32 @@ def test_a_tenth_of_each_class(photos: Path, prefix: str, caplog: pytest.LogCapt
             f"{photos} has no train/ and val/: 6 of its 51 images are kept for validation, always the same 10 % of "
             f"each class ({photos}?val=0.2 keeps another share)"
         ]
+
+
+def test_classes_of_one_image(photos: Path, caplog: pytest.LogCaptureFixture):
+    """Those that have no image for validation are named, eight of them at most."""
+    for number in range(10):
+        (photos / f"rare{number}").mkdir()
+        (photos / f"rare{number}" / "a.jpg").write_bytes(b"x")
+    open_source(str(photos), "train")
+    named = ", ".join(f"rare{number}" for number in range(8))
+    assert caplog.messages[0].endswith(f"; none of {named} and 2 more classes, which have one image each")
+
+
+@pytest.mark.parametrize(("ending", "why"), [("", "no class has two"), ("?val=0", "?val=0 keeps none")])
+def test_nothing_for_validation(tmp_path: Path, ending: str, why: str, caplog: pytest.LogCaptureFixture):
+    """Classes of one image each, or a share of nothing, can be trained on; to ask for validation images is refused."""
+    for name in ("ant", "bee"):
+        (tmp_path / "single" / name).mkdir(parents=True)
+        (tmp_path / "single" / name / "a.jpg").write_bytes(b"x")
+    where = f"{tmp_path / 'single'}{ending}"
+    assert len(open_source(where, "train")) == len(open_source(where, "all")) == 2
+    assert caplog.messages == []
+    with pytest.raises(ValueError, match=f"no images for validation: {re.escape(why)}; add some, or name others"):
+        open_source(where, "val")
+    (tmp_path / "single" / "bee" / "a.jpg").unlink()
+    with pytest.raises(ValueError, match=r"no images for validation: it has one image; add some"):
+        open_source(f"pairs:{tmp_path / 'single'}", "val")
 
 
 def test_one_process_of_many_says_it(photos: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
@@ -82,9 +109,8 @@ def test_one_split_by_its_path(folder: Path):
 def test_train_and_test(folder: Path):
     """Without val/ the sentence says what can be done; `?val=0.2` takes it from train/, and test/ stays test/."""
     (folder / "val").rename(folder / "test")
-    with pytest.raises(
-        ValueError, match=r"no folder 'val' \(it has test, train\); take it from train/ with .*val=0.1, or"
-    ):
+    said = r"no folder 'val' \(it has test, train\); take it from train/ with .*, or name the split: --data.val-split"
+    with pytest.raises(ValueError, match=said):
         open_source(str(folder), "val")
     parts = {split: open_source(f"{folder}?val=0.2", split) for split in ("train", "val", "test")}
     assert {split: len(source) for split, source in parts.items()} == {"train": 12, "val": 3, "test": 6}

@@ -166,8 +166,9 @@ def test_broken_models_and_empty_data():
 
 
 def test_evaluation_mode_and_back():
-    """No gradient, no dropout inside; the mode of before outside, also after an error."""
+    """No gradient, no dropout inside; outside each module has the mode it had, also after an error."""
     model = create_model("vit_ti16", image_size=32, depth=1, num_classes=3, dropout=0.5).train()
+    model.embed.eval()
     images = torch.randn(4, 3, 32, 32)
     with evaluating(model), torch.inference_mode():
         first, second = model(images), model(images)
@@ -177,6 +178,8 @@ def test_evaluation_mode_and_back():
     with pytest.raises(RuntimeError), evaluating(model):
         raise RuntimeError
     assert model.training
+    assert model.encoder.training
+    assert not model.embed.training
 
 
 def test_unread_images_do_not_count():

@@ -126,8 +126,8 @@ def test_no_match():
 
 
 def test_find_images(tmp_path):
-    """Files, folders with all below, and patterns; each once, sorted; names that are not there stay, to be reported."""
-    for name in ("b.png", "a.JPG", "sub/c.webp", "notes.txt"):
+    """Files, folders with all below but hidden files, and patterns; each once, sorted; missing names stay."""
+    for name in ("b.png", "a.JPG", "sub/c.webp", "notes.txt", "._b.png", "sub/.c.webp"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
     found = find_images([str(tmp_path), str(tmp_path / "*.png"), str(tmp_path / "gone.png")])

@@ -1,5 +1,7 @@
 """Experts beside a kept MLP."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from routers import moe_of
@@ -9,6 +11,7 @@ import softmoe
 from softmoe.convert import to_vmoe
 from softmoe.inspection import record
 from softmoe.models import VisionTransformer, ViTConfig
+from softmoe.models.config import check_same_function
 from softmoe.moe import Experts, ExpertsBeside, MoE, SoftRouter
 from softmoe.moe.routing import ROUTERS
 
@@ -61,6 +64,22 @@ def test_a_model_keeps_its_mlps(tmp_path):
     with record(model) as recording:
         model(images)
     assert list(recording.routings) == ["encoder.blocks.1.mlp"]
+
+
+def test_the_kept_mlp_may_be_narrower(tmp_path):
+    """`kept_dim` is the width of the MLPs beside experts alone; the other blocks' stay, and the model is saved so."""
+    config = ViTConfig(**(vars(BASE) | {"moe": moe_of("soft", 3, keep_mlp=True, kept_dim=5, blocks=(1,))}))
+    model = VisionTransformer(config).eval()
+    first, second = (block.mlp for block in model.encoder.blocks[:2])
+    assert (first.fc1.out_features, second.mlp.fc1.out_features) == (BASE.mlp_dim, 5)
+    assert second.experts.w1.shape[-1] == BASE.mlp_dim
+    softmoe.save_pretrained(model, tmp_path / "model")
+    images = torch.randn(2, 3, 16, 16)
+    assert torch.equal(softmoe.from_pretrained(tmp_path / "model").eval()(images), model(images))
+    with pytest.raises(ValueError, match="kept_dim 5 and None"):
+        check_same_function(config, replace(config, moe=None), "model")
+    with pytest.raises(ValueError, match="kept_dim is the width of an MLP beside the experts, got 5: set keep_mlp"):
+        moe_of("soft", 3, kept_dim=5)
 
 
 def test_the_papers_code_has_no_such_layer():

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -84,8 +84,8 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def optimizer_of(model: VisionTransformer) -> torch.optim.Optimizer:
-    optimizer = make_optimizer(model, OptimSection(kernel_decay=0.1))
+def optimizer_of(model: VisionTransformer, name: Literal["adamw", "muon"] = "adamw") -> torch.optim.Optimizer:
+    optimizer = make_optimizer(model, OptimSection(name, kernel_decay=0.1))
     set_learning_rate(optimizer, 0.01)
     return optimizer
 
@@ -106,23 +106,29 @@ def step_once(
 
 
 def train_three_steps(
-    model: VisionTransformer, rank: int = 0, world: int = 1, *, clip: float = 0.05, checkpointing: bool = False
+    model: VisionTransformer,
+    rank: int = 0,
+    world: int = 1,
+    *,
+    clip: float = 0.05,
+    checkpointing: bool = False,
+    optimizer: Literal["adamw", "muon"] = "adamw",
 ) -> Outcome:
     model.set_grad_checkpointing(checkpointing)
-    optimizer, tap = optimizer_of(model), Recording(model)
+    updates, tap = optimizer_of(model, optimizer), Recording(model)
     first: dict[str, Any] = {}
     for step in range(STEPS):
         images, labels = (share(values, rank, world) for values in make_batch(step))
         images = images.clone().requires_grad_(True)
-        loss, output = step_once(model, optimizer, tap, images, labels)
+        loss, output = step_once(model, updates, tap, images, labels)
         loss = parallel.mean_over_ranks(loss)
         assert images.grad is not None
         if not first:
             named = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
             first = {"loss": float(loss), "output": output, "input_gradient": images.grad / world, "gradients": named}
-        norm = parallel.clip_by_global_norm(gradients(optimizer), clip)
+        norm = parallel.clip_by_global_norm(gradients(updates), clip)
         first.setdefault("norm", float(norm))
-        optimizer.step()
+        updates.step()
     return Outcome(**first, weights={name: whole(value) for name, value in model.state_dict().items()})
 
 
@@ -210,7 +216,7 @@ def work_while_travelling(rank: int) -> tuple[list[int], list[int]]:
     return forward, backward
 
 
-OPTIONS = ("checkpointing", "frozen", "identity", "dense", "halves", "compiled")
+OPTIONS = ("checkpointing", "frozen", "identity", "dense", "halves", "compiled", "muon")
 
 
 def with_option(
@@ -227,7 +233,8 @@ def with_option(
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("blocks.0" not in name and "scale" not in name)
     world = 1 if mesh is None else mesh.sizes.world
-    return train(model, rank, world, checkpointing=option == "checkpointing")
+    optimizer = "muon" if option == "muon" else "adamw"
+    return train(model, rank, world, checkpointing=option == "checkpointing", optimizer=optimizer)
 
 
 def train_with_options(rank: int, world: int) -> dict[str, Outcome]:

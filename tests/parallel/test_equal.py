@@ -83,8 +83,8 @@ def test_sent_bytes_are_those_of_the_plan():
 
 @pytest.mark.slow
 def test_options_and_names():
-    """Gradient checkpointing, frozen weights, the Identity router, dense models, slots exchanged in halves, and parts
-    compiled by themselves: equal too. The state dict has the names and shapes of one process, on every mesh."""
+    """Gradient checkpointing, frozen weights, the Identity router, dense models, slots exchanged in halves, parts
+    compiled by themselves, Muon: equal too. The state dict has the names and shapes of one process, on every mesh."""
     results = run_ranks(2, checks.train_with_options, 2)
     for key in results[0]:
         assert_equal([result[key] for result in results], checks.with_option(key, checks.train_three_steps))

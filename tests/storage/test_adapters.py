@@ -56,6 +56,16 @@ def test_both_together_are_the_model(base, tmp_path):
     assert from_pretrained(saved.folder, "meta").head.weight.is_meta
 
 
+def test_a_base_whose_head_sees_several_blocks(tmp_path):
+    """The base's head is its own affair: adapters with a plain head are read again, whatever it looks at."""
+    base = tmp_path / "base"
+    save_pretrained(VisionTransformer(replace(BASE, head_blocks=(0, 1))), base)
+    model = adapted(base)
+    save_adapters(model, tmp_path / "adapters", base)
+    images = torch.randn(2, 3, 24, 24)
+    assert torch.equal(from_pretrained(tmp_path / "adapters")(images), model(images))
+
+
 def test_what_else_was_trained_is_saved_too(base, tmp_path):
     """A norm that learned belongs to the adapters: they are all that differs from the base."""
     model = adapted(base)

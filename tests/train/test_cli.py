@@ -73,7 +73,7 @@ def test_every_model_setting_is_settable(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["quickstart", "--model.widht", "3"], "Perhaps you meant: --model.width"),
+        (["quickstart", "--model.widht", "3"], "there is no --model.widht, did you mean --model.width?"),
         (["quickstart", "--steps", "ten"], "--steps"),
         (["quickstart", "--schedule.kind", "sine"], "Expected one of ('rsqrt', 'linear', 'cosine', 'constant')"),
         (["quickstrat"], "did you mean 'quickstart'?"),

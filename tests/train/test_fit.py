@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from softmoe import recipes
+from softmoe.data import open_source
 from softmoe.train import TrainConfig
 from softmoe.train.folder import RunFolder, free_name
-from softmoe.train.preview import fit, steps_of
+from softmoe.train.preview import fit, preview, steps_of
 
 SMALL_RECIPES = [
     name for name in recipes.names() if name not in ("contrastive", "lit", "lit_small")
@@ -83,3 +84,28 @@ def test_second_runs_get_numbers(tmp_path: Path):
     RunFolder.of(recipe).begin(replace(recipe, steps=5, optim=replace(recipe.optim, beta1=0.5)), {})
     with pytest.raises(ValueError, match=r"seed: 0 -> 7\n  data.batch_size: 64 -> 3\n  and 1 more\nuse another --run-"):
         free_name(changed, recipe, named=True)
+
+
+def test_what_follows_the_steps_is_not_counted(tmp_path: Path):
+    """The refusal names the steps and the data that the user changed, not the warm-up that was made to fit."""
+    recipe = TrainConfig(run_name="mine", runs=str(tmp_path), steps=60)
+    recipe = replace(recipe, schedule=replace(recipe.schedule, warmup=12, cooldown=6))
+    RunFolder.of(recipe).path.mkdir()
+    RunFolder.of(recipe).begin(recipe, {})
+    (RunFolder.of(recipe).checkpoints / "step_00000060").mkdir(parents=True)
+    other, _ = fit(replace(recipe, steps=10, data=replace(recipe.data, train="digits")), recipe)
+    assert other.schedule.warmup == 2
+    said = free_name(other, recipe, named=False)[1]
+    assert "holds another run (steps: 60 -> 10, data.train: shapes -> digits), so" in said
+
+
+def test_a_head_of_another_size():
+    """More outputs than classes are remarked on, fewer are refused, in a dry run too."""
+    source = open_source("shapes?size=16", "train")
+    for outputs, said in ((len(source.classes), False), (len(source.classes) + 1, True)):
+        config = replace(TrainConfig(), model=replace(TrainConfig().model, num_classes=outputs))
+        config = replace(config, data=replace(config.data, train="shapes?size=16"))
+        assert (f"the head has {outputs} outputs" in preview(config)) == said
+    few = replace(config, model=replace(config.model, num_classes=2))
+    with pytest.raises(ValueError, match="some outside the model's head, which has 2 classes"):
+        preview(few)

@@ -21,7 +21,9 @@ def limit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
     return request.param
 
 
-@pytest.mark.parametrize("more", [{}, {"optim.states": "bfloat16"}, {"optim.name": "sgd", "ema": 0.5}])
+@pytest.mark.parametrize(
+    "more", [{}, {"optim.states": "bfloat16"}, {"optim.name": "sgd", "ema": 0.5}, {"optim.name": "muon"}]
+)
 def test_a_run_ends_with_the_same_weights(make_config, limit: int, more: dict[str, Any]) -> None:
     """Weights, moments and average of six steps are those of updates after the pass, bit for bit."""
     after = make_config(run_name="after", **{"optim.clip_norm": None}, **more)

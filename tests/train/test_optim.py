@@ -1,3 +1,4 @@
+import copy
 from dataclasses import replace
 
 import pytest
@@ -6,10 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from softmoe.accelerate.guards import skipped_where
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
 from softmoe.parallel import clip_by_global_norm
+from softmoe.storage.checkpoint import optimizer_tensors
 from softmoe.train.config import OptimSection
-from softmoe.train.optim import make_optimizer, parameter_groups, set_learning_rate
+from softmoe.train.optim import make_optimizer, orthogonalized, parameter_groups, set_learning_rate
 
 DECAYS = OptimSection(head_decay=3.0, kernel_decay=0.03, scale_decay=0.5)
 
@@ -141,6 +144,98 @@ def test_sgd_has_momentum():
         model.weight.grad = torch.ones_like(model.weight)
         optimizer.step()
     torch.testing.assert_close(model.weight.detach(), start - 0.1 * (1 + 1.9))
+
+
+def muon_twins() -> list[VisionTransformer]:
+    """Two equal float64 models with experts in the second of two blocks, and the same gradient everywhere."""
+    moe = MoEConfig.of("soft", num_experts=2, blocks=(1,))
+    torch.manual_seed(0)
+    twins = [VisionTransformer(replace(small(moe=moe), depth=2)).double() for _ in range(2)]
+    twins[1].load_state_dict(twins[0].state_dict())
+    for one, other in zip(*(twin.parameters() for twin in twins), strict=True):
+        one.grad = torch.randn_like(one)
+        other.grad = one.grad.clone()
+    return twins
+
+
+def by_singular_values(direction: torch.Tensor) -> torch.Tensor:
+    """Apply the polynomial of Newton and Schulz five times to the singular values of a matrix."""
+    u, s, v = torch.linalg.svd(direction / (direction.norm() + 1e-7), full_matrices=False)
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return 0.2 * max(direction.shape) ** 0.5 * u @ torch.diag(s) @ v
+
+
+def test_muon_is_its_formula_on_matrices_and_adamw_elsewhere():
+    """Two steps: matrices by their singular values; experts, query, key and value each apart; all else as AdamW."""
+    model, twin = muon_twins()
+    optimizer, plain = (make_optimizer(m, replace(DECAYS, name=n)) for m, n in ((model, "muon"), (twin, "adamw")))
+    names = {name for group in optimizer.param_groups if group["muon"] for name in group["names"]}
+    blocks = [f"encoder.blocks.{i}.attention.{name}.weight" for i in (0, 1) for name in ("qkv", "out")]
+    experts = ["encoder.blocks.1.mlp.experts.w1", "encoder.blocks.1.mlp.experts.w2"]
+    assert names == {*blocks, *experts, "encoder.blocks.0.mlp.fc1.weight", "encoder.blocks.0.mlp.fc2.weight"}
+    expected = {name: p.detach().clone() for name, p in model.named_parameters() if name in names}
+    momentum = dict.fromkeys(names, 0.0)
+    for lr in (0.1, 0.2):
+        for own in (optimizer, plain):
+            set_learning_rate(own, lr)
+            own.step()
+        for name, weight in expected.items():
+            g = model.get_parameter(name).grad
+            momentum[name] = 0.95 * momentum[name] + g
+            direction = g + 0.95 * momentum[name]
+            parts = direction.unbind() if "experts" in name else direction.chunk(3 if "qkv" in name else 1)
+            update = torch.cat([by_singular_values(part) for part in parts]).view_as(direction)
+            expected[name] = weight * (1 - lr * 0.03) - lr * update
+    for (name, found), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(found.detach(), expected.get(name, other.detach()), rtol=1e-9, atol=1e-10, msg=name)
+
+
+def test_muon_makes_singular_values_alike():
+    """Orthogonalizing brings singular values near 1, whatever they were, of wide, tall and stacked matrices."""
+    torch.manual_seed(0)
+    for shape in ((8, 24), (24, 8), (3, 8, 8)):
+        found = torch.linalg.svdvals(orthogonalized(torch.randn(shape) * torch.logspace(0, 1, shape[-1])))
+        assert 0.3 < found.min() <= found.max() < 1.3
+
+
+def test_muon_that_skips_a_step_changes_nothing():
+    """Where the flag is set no weight and no momentum changes, also by a gradient of NaN; the next step is taken."""
+    model, _ = muon_twins()
+    optimizer = make_optimizer(model, OptimSection(name="muon"))
+    set_learning_rate(optimizer, 0.1)
+    optimizer.step()
+    before = [t.clone() for t in (*model.parameters(), *optimizer_tensors(optimizer).values())]
+    good = [p.grad for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.full_like(p, torch.nan)
+    with skipped_where(optimizer, torch.tensor(True)):
+        optimizer.step()
+    after = [*model.parameters(), *optimizer_tensors(optimizer).values()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    for p, grad in zip(model.parameters(), good, strict=True):
+        p.grad = grad
+    optimizer.step()
+    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=False))
+
+
+@pytest.mark.parametrize("how", ["copied", "loaded"])
+def test_muon_goes_on_from_a_copy_and_from_its_state(how: str):
+    """A deep copy, and an optimizer that loads the state dict, take the next step to the same bits."""
+    model, _ = muon_twins()
+    optimizer = make_optimizer(model, replace(DECAYS, name="muon"))
+    set_learning_rate(optimizer, 0.1)
+    optimizer.step()
+    other, gone_on = copy.deepcopy((model, optimizer))
+    for one, its in zip(model.parameters(), other.parameters(), strict=True):
+        its.grad = one.grad
+    if how == "loaded":
+        gone_on = make_optimizer(other, replace(DECAYS, name="muon"))
+        gone_on.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for own in (optimizer, gone_on):
+        set_learning_rate(own, 0.2)
+        own.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
 def test_clip_golden():

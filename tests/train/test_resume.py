@@ -25,6 +25,7 @@ from softmoe.train.run import build
         {},
         {"model.router": "tokens_choice", "model.dropout": 0.2, "data.transform.mixup": 0.3},
         {"ema": 0.5, "optim.name": "sgd", "model.router": "dense", "accumulate": 2},
+        {"optim.name": "muon"},
         {"checkpoint.asynchronous": False, "log.every": 4, "evaluation.every": 3, "model.noise_std": 1.0},
         {"optim.in_backward": True, "optim.clip_norm": None, "optim.states": "bfloat16", "ema": 0.5},
     ],

@@ -114,12 +114,16 @@ def test_settings_that_cannot_train(make_config, key: str, value: Any):
 
 @pytest.mark.parametrize("value", [-1, 10**20, 10**400], ids=lambda value: str(value)[:9])
 @pytest.mark.parametrize(
-    "key", ["width", "depth", "mlp_dim", "patch_size", "registers", "num_experts", "expert_dim", "representation_size"]
+    "key",
+    [
+        *("width", "depth", "mlp_dim", "patch_size", "registers", "num_experts", "expert_dim", "kept_dim"),
+        "representation_size",
+    ],
 )
 def test_sizes_that_no_model_has(make_config, key: str, value: int):
     """A model that could not be opened again is not built: its sizes are refused before any memory is taken."""
     with pytest.raises(ValueError, match=key):
-        train(make_config(**{f"model.{key}": value}))
+        train(make_config(**{f"model.{key}": value, "model.keep_mlp": True}))
 
 
 @pytest.mark.parametrize("name", ["", "$HOME", "_run", "-run", ".run", "a/b", "a b", "run\n", "a$b"])

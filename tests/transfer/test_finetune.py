@@ -11,7 +11,9 @@ from routers import moe_of
 from safetensors.torch import save_file
 
 from softmoe import save_pretrained
+from softmoe.budget import cost
 from softmoe.convert import from_pretrained
+from softmoe.data import open_source
 from softmoe.evaluate.features import Features
 from softmoe.evaluate.ridge import Ridge
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
@@ -20,8 +22,18 @@ from softmoe.storage import open_saved
 from softmoe.train import OptimSection, train
 from softmoe.train.folder import RunFolder, differences, write_model
 from softmoe.train.optim import parameter_groups
+from softmoe.train.preview import remarks
 from softmoe.train.run import build, start_from, starts_anew
-from softmoe.transfer.finetune import fit_head, refit_head, section_of, spread_blocks, transfer_config, widen_head
+from softmoe.transfer.finetune import (
+    SCALES,
+    fit_head,
+    refit_head,
+    scale_head,
+    section_of,
+    spread_blocks,
+    transfer_config,
+    widen_head,
+)
 
 SHAPE = ViTConfig(
     image_size=16,
@@ -193,6 +205,25 @@ def test_a_head_in_closed_form_is_ridge_regression():
     assert (logits.argmax(1) == labels).mean() > 0.9
 
 
+@pytest.mark.parametrize(("images", "right"), [(8, 8), (8, 7), (2000, 1900)])
+def test_the_scale_of_a_head_is_as_sure_as_the_images_are_right(images: int, right: int):
+    """After 8 images that are all right a head is not surer than 8 in 9; after many it is as sure as they are right."""
+    model = VisionTransformer(replace(SHAPE, num_classes=2)).eval()
+    with torch.no_grad():
+        model.head.weight.zero_()
+        model.head.weight[0, 0], model.head.weight[1, 0] = 0.01, -0.01
+        model.head.bias.zero_()
+    vectors = np.zeros((images, SHAPE.width), dtype=np.float32)
+    vectors[:, 0] = 40.0
+    labels = (np.arange(images) >= right).astype(np.int64)
+    scale_head(model, Features(vectors, labels, np.arange(images), ("a", "b")))
+    logits = model.head(torch.from_numpy(vectors[:1]))[0].detach()
+    expected = (right + 0.5) / (images + 1)
+    factor = float(logits[0]) / 0.4
+    assert min(SCALES) < factor < max(SCALES)
+    assert abs(float(logits[0] - logits[1]) - np.log(expected / (1 - expected))) < 0.7, "half a step of the grid"
+
+
 @pytest.mark.parametrize("better", [True, False])
 def test_a_run_ends_with_the_better_head(better, make_config, tmp_path, monkeypatch):
     """The run's model has the head in closed form if that is better on validation images, else the one it learned."""
@@ -221,3 +252,17 @@ def test_adapters_keep_their_head(make_config, tmp_path):
     config = transfer_config(make_config(), tmp_path / "old", adapters=True)
     with pytest.raises(ValueError, match=r"leave out model\.refit_head"):
         replace(config, model=replace(config.model, refit_head=True)).check()
+
+
+@pytest.mark.parametrize("expert_dim", [1, 64])
+def test_adapters_say_how_much_they_train(expert_dim, make_config, tmp_path):
+    """The share of head and experts is said, and above 5 % also what has fewer."""
+    wide = replace(SHAPE, moe=None, width=128, mlp_dim=512)
+    saved_model(tmp_path / "old", wide)
+    config = transfer_config(make_config(), tmp_path / "old", adapters=True)
+    config = replace(config, model=config.model.change(expert_dim=expert_dim))
+    shape = config.model.resolve(num_classes=2, image_size=16)
+    learned = cost(shape).params - cost(replace(wide, num_classes=None)).params
+    said = remarks(config, shape, open_source("shapes?size=16", "train"))
+    assert said[-1].startswith(f"{learned / cost(shape).params:.1%} of the weights are trained and saved")
+    assert ("are fewer" in said[-1]) == (expert_dim == 64)

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from others import real_timm, real_transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from tower_parts import Box, Call, mlp, packed_attention, quick_gelu, randomize, swiglu, swiglu_packed
@@ -180,6 +181,16 @@ def test_modes_types_and_hooks_stay():
     assert all(parameter.is_meta for parameter in empty.parameters())
 
 
+def test_half_precision_of_our_own_models():
+    """softmoe.upcycle takes them too, and routers do not start at random."""
+    torch.manual_seed(0)
+    dense = softmoe.create_model("vit_ti16", num_classes=5, image_size=32, depth=2).bfloat16()
+    images = (torch.rand(4, 3, 32, 32) * 2 - 1).bfloat16()
+    start = softmoe.upcycle(dense, 4, images=images, init="positions")
+    assert {parameter.dtype for parameter in start.model.parameters()} == {torch.bfloat16}
+    assert start.distance.features < softmoe.upcycle(dense, 4, images=images, init="copy").distance.features
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -220,9 +231,9 @@ def test_public_name():
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_small_patch16_dinov3", "eva02_tiny_patch14_224"])
 def test_timm_itself(name: str):
     """timm's own models, rotary positions and gated MLPs among them."""
-    timm = pytest.importorskip("timm")
-    model = timm.create_model(name, img_size=56, depth=2, num_classes=7).eval()
-    images = torch.randn(2, 3, 56, 56)
+    timm = real_timm()
+    model = timm.create_model(name, img_size=112, depth=2, num_classes=7).eval()
+    images = torch.randn(2, 3, 112, 112)
     before = model(images)
     report = upcycle_(model, "blocks.*.mlp", experts=4, batches=images)
     assert torch.equal(model(images), before)
@@ -230,9 +241,9 @@ def test_timm_itself(name: str):
 
 
 @pytest.mark.parametrize(("kind", "mlps"), [("Dinov2", "layer.*.mlp"), ("DINOv3ViT", "layer.*.mlp"), ("ViT", None)])
-def test_transformers_itself(kind: str, mlps: str | None):
+def test_transformers_itself(kind: str, mlps: str | None, monkeypatch: pytest.MonkeyPatch):
     """Hugging Face's own models; its ViT by either of its structures."""
-    transformers = pytest.importorskip("transformers")
+    transformers = real_transformers(monkeypatch)
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 12, "patch_size": 4}
     model = getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(**sizes)).eval()
     if mlps is None:
