@@ -118,7 +118,7 @@ def predict_command(argv: list[str]) -> int:
     a = parse(PredictArguments, argv, "predict")
     check_new(a.csv, "--csv")
     check_new(a.features, "--features")
-    predictions, unreadable = a.run()
+    predictions, unreadable = a.run(percent_on_terminal("predicting"))
     if a.json:
         bad = [{"image": image.name, "reason": image.reason} for image in unreadable]
         print(json.dumps({"predictions": [p.to_dict() for p in predictions], "unreadable": bad}, indent=2))

@@ -207,5 +207,9 @@ def run_predict(options: Predict, progress: Progress | None = None) -> tuple[lis
     paths = find_images(as_list(options.images))
     loaded = load(options.model, weights=options.weights, told=options.told, **options.model_options)
     predictor = Predictor(loaded, top=options.top)
-    found = list(predictor.predict_files(paths, batch_size=options.batch_size, workers=options.workers))
+    found: list[Prediction | Unreadable] = []
+    for result in predictor.predict_files(paths, batch_size=options.batch_size, workers=options.workers):
+        found.append(result)
+        if progress is not None:
+            progress(len(found), len(paths))
     return [p for p in found if isinstance(p, Prediction)], [u for u in found if isinstance(u, Unreadable)]

@@ -91,6 +91,8 @@ class Upcycle(UpcycleOptions, OthersWeights):
     """Folder of the new model; None only reports."""
     image_size: int | None = None
     """Image size of others' weights whose positions do not tell."""
+    device: str = "auto"
+    """auto (a CUDA device if there is one, else the processor), cpu, cuda, cuda:1 or mps."""
     seed: int = 0
 
     def run(self, report: Callable[[str], None] = lambda line: None) -> Upcycled | str:

@@ -17,6 +17,7 @@ from softmoe.budget import cost
 from softmoe.convert.foreign import open_foreign, with_options
 from softmoe.data import evaluation_batches, open_source
 from softmoe.evaluate.inputs import evaluation_transform, random_subset
+from softmoe.machine import choose_device
 from softmoe.models import MoEConfig, VisionTransformer
 from softmoe.models.transformer import MLP
 from softmoe.moe import Experts, ExpertsBeside, MoE
@@ -213,13 +214,14 @@ def run_upcycle(a: Upcycle, report: Callable[[str], None]) -> Upcycled | str:
     torch.manual_seed(a.seed)
     foreign = open_foreign(with_options(a.dense, a.told | {"image_size": a.image_size}))
     saved = foreign or open_saved(a.dense)
-    dense = load_saved(saved) if foreign is None else foreign.model
+    device = choose_device(a.device)
+    dense = (load_saved(saved) if foreign is None else foreign.model).to(device)
     options: dict[str, Any] = {f.name: getattr(a, f.name) for f in fields(UpcycleOptions)}
     counts = options.pop("experts"), options.pop("slots")
     if a.data is not None:
         source = random_subset(open_source(a.data, a.split), 2 * a.images, a.seed)
         transform = evaluation_transform(saved.preprocessing or Preprocessing(dense.config.image_shape))
-        both = next(iter(evaluation_batches(source, transform, len(source)))).images
+        both = next(iter(evaluation_batches(source, transform, len(source)))).images.to(device)
         options |= {"images": both[::2], "held_out": both[1::2]}
     if a.init == "compare":
         return compare_starts(dense, *counts, report=report, **options)

@@ -54,6 +54,17 @@ def test_text(model, images, capsys):
     assert line == f"{images / 'a.png'}: {said}"
 
 
+def test_progress(model, images, capsys, monkeypatch):
+    """A terminal is told how many images are done, unreadable ones counted; a log or a pipe gets no such line."""
+    (images / "b.jpg").write_bytes(b"not an image")
+    assert main(["predict", str(model), str(images)]) == 1
+    assert "predicting" not in capsys.readouterr().err
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert main(["predict", str(model), str(images)]) == 1
+    shown = capsys.readouterr().err
+    assert all(f"predicting: {done} of 3 images" in shown for done in (1, 2, 3))
+
+
 def test_names_that_are_not_text(model, images, capsys):
     """A file whose name is not UTF-8, as old archives have them, is an image like any other."""
     odd = images / os.fsdecode(b"\xff\xfe.jpg")

@@ -83,6 +83,7 @@ def test_upcycle_others_weights(tmp_path: Path, capsys):
         (["--blocks", "odd"], "--blocks must be last_half or block numbers"),
         (["--init", "closest"], "give images="),
         (["--heads", "2"], "heads can be given for files of others' weights only"),
+        (["--device", "gpu"], "the device 'gpu' cannot be used here"),
     ],
 )
 def test_upcycle_mistakes(dense: Path, extra: list[str], words: str, capsys):
