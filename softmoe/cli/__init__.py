@@ -126,9 +126,18 @@ def run(argv: list[str]) -> int:
 def interrupt_again(lost: Any) -> None:
     """Repeat a Ctrl-C a moment later that came where Python can only print it: within a callback of an import."""
     if issubclass(lost.exc_type, KeyboardInterrupt):
-        threading.Timer(0.1, _thread.interrupt_main).start()
+        threading.Timer(0.1, interrupt_main).start()
     else:
         sys.__unraisablehook__(lost)
+
+
+def interrupt_main() -> None:
+    """Interrupt the main thread as Ctrl-C does, also where it waits for something (not on Windows)."""
+    main_thread = threading.main_thread().ident
+    if hasattr(signal, "pthread_kill") and main_thread is not None:
+        signal.pthread_kill(main_thread, signal.SIGINT)
+    else:
+        _thread.interrupt_main()
 
 
 def fail(message: str) -> int:

@@ -11,11 +11,11 @@ from softmoe.train.log import read_metrics
 
 @pytest.fixture
 def small_disk(tmp_path: Path):
-    """A real file system of 600 kB in memory, where the system lets us have one."""
+    """A real file system of 1.2 MB in memory, where the system lets us have one."""
     folder = tmp_path / "disk"
     folder.mkdir()
     try:
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", folder], capture_output=True)
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1200k", "tmpfs", folder], capture_output=True)
     except OSError:
         pytest.skip("no mount here")
     if done.returncode:
