@@ -30,7 +30,7 @@ class IdentityRouter(Router):
         B, M, _ = x_BMD.shape
         N = self.num_experts
         rounds = -(-M // N)
-        token_NR = torch.arange(rounds * N, device=x_BMD.device).view(rounds, N).T
+        token_NR = torch.arange(rounds * N, device=x_BMD.device).view(rounds, N).T.contiguous()
         image_B = torch.arange(B, device=x_BMD.device)
         token_NBR = token_NR[:, None, :] + M * image_B[None, :, None]
         filled_NBR = (token_NR < M)[:, None, :].expand_as(token_NBR)

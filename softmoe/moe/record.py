@@ -50,8 +50,8 @@ class Recording:
             hook.remove()
 
     def auxiliary_loss(self) -> Tensor | None:
-        """Return the sum of the layers' balance losses, which are weighted already; None where no router has one."""
-        losses = [r.auxiliary_loss for r in self.routings.values() if getattr(r, "loss", None) is not None]
+        """Return the sum of the layers' balance losses, which are weighted already; None if nothing was recorded."""
+        losses = [routing.auxiliary_loss for routing in self.routings.values()]
         return torch.stack(losses).sum() if losses else None
 
 

@@ -12,8 +12,7 @@ The experts never know which router filled their slots:
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -95,42 +94,37 @@ class SparseRouting(Routing):
     mask_T: Tensor
     shape: tuple[int, int]
     loss: Tensor | None = None
+    moves: "Moves" = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        token_R = self.token_of_slot_NS.flatten()
+        count_T = token_R.new_zeros(self.mask_T.numel() + 1).index_add(0, token_R, torch.ones_like(token_R))
+        moves = Moves(token_R, token_R.argsort(stable=True), count_T.cumsum(0) - count_T)
+        object.__setattr__(self, "moves", moves)  # the class is frozen; compilers do not take cached properties
 
     def dispatch(self, x_BMD: Tensor) -> Tensor:
         N, S = self.token_of_slot_NS.shape
-        return to_slots(x_BMD.flatten(0, 1), self._moves).unflatten(0, (N, S))
+        return to_slots(x_BMD.flatten(0, 1), self.moves).unflatten(0, (N, S))
 
     def combine(self, slots_NSD: Tensor) -> Tensor:
         gate_R = self.gate_NS.flatten().to(slots_NSD.dtype)
-        return to_tokens(slots_NSD.flatten(0, 1), gate_R, self._moves).unflatten(0, self.shape)
-
-    @cached_property
-    def _moves(self) -> "Moves":
-        token_R = self.token_of_slot_NS.flatten()
-        count_T = self._slots_per_token
-        return Moves(token_R, token_R.argsort(stable=True), count_T.cumsum(0) - count_T)
-
-    @cached_property
-    def _slots_per_token(self) -> Tensor:
-        """The number of slots that hold each token, (T + 1,); the last counts empty slots."""
-        token_R = self.token_of_slot_NS.flatten()
-        return token_R.new_zeros(self.mask_T.numel() + 1).index_add(0, token_R, torch.ones_like(token_R))
+        return to_tokens(slots_NSD.flatten(0, 1), gate_R, self.moves).unflatten(0, self.shape)
 
     @property
     def auxiliary_loss(self) -> Tensor:
         return self.gate_NS.new_zeros(()) if self.loss is None else self.loss
 
-    @cached_property
+    @property
     def experts_per_token(self) -> Tensor:
-        """The number of slots that hold each token, (B, M) int."""
-        return self._slots_per_token[:-1].view(self.shape)
+        """The number of experts that process each token, (B, M) int: of each it takes one slot at most."""
+        return self.moves.first_T.diff().view(self.shape)
 
-    @cached_property
+    @property
     def dropped(self) -> Tensor:
         """True at real tokens that no expert processes, (B, M) bool. The layer's output there is exactly 0."""
         return (self.experts_per_token == 0) & self.mask_T.view(self.shape)
 
-    @cached_property
+    @property
     def load(self) -> Tensor:
         """The number of filled slots of each expert, (N,) int."""
         return (self.token_of_slot_NS < self.mask_T.numel()).sum(1)
@@ -183,7 +177,7 @@ def no_autocast(x: Tensor) -> AbstractContextManager:
 
 
 class Moves(NamedTuple):
-    """Moves rows from tokens to slots and back, by indices. Slot r holds token `token_R[r]`, or none where that is T.
+    """Holds the indices that move rows from tokens to slots and back: slot r holds token `token_R[r]`, or none (T).
 
     The gradient of each move is the other move. Autograd's own rules would multiply a copy of all slots, add rows one
     by one, and keep more tensors.
@@ -210,47 +204,38 @@ class _ToSlots(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x_TD: Tensor, *moves: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(x_TD: Tensor, token_R: Tensor, order_R: Tensor, first_T: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         rows_TD = torch.cat([x_TD, x_TD.new_zeros(1, x_TD.shape[1])])  # the last row fills empty slots
-        return rows_TD.index_select(0, moves[0])
+        return rows_TD.index_select(0, token_R)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:])
-        ctx.save_for_forward(*inputs[1:])
+        _, token_R, order_R, first_T = inputs
+        ctx.save_for_backward(token_R, order_R, first_T)
 
     @staticmethod
     def backward(ctx: Any, d_RD: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        moves = Moves(*ctx.saved_tensors)
+        token_R, order_R, first_T = ctx.saved_tensors
+        moves = Moves(token_R, order_R, first_T)
         return to_tokens(d_RD, d_RD.new_ones(d_RD.shape[0]), moves), None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, dx_TD: Tensor, *_: None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return to_slots(dx_TD, Moves(*ctx.saved_tensors))
 
 
 class _ToTokens(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(slots_RD: Tensor, weight_R: Tensor, *moves: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        _, order_R, first_T = moves
+    def forward(slots_RD: Tensor, weight_R: Tensor, token_R: Tensor, order_R: Tensor, first_T: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return F.embedding_bag(order_R, slots_RD, first_T, mode="sum", per_sample_weights=weight_R[order_R])[:-1]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
+        slots_RD, weight_R, token_R, order_R, first_T = inputs
+        ctx.save_for_backward(slots_RD, weight_R, token_R, order_R, first_T)
 
     @staticmethod
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        slots_RD, weight_R, *moves = ctx.saved_tensors
-        dy_RD = to_slots(dy_TD, Moves(*moves))
+        slots_RD, weight_R, token_R, order_R, first_T = ctx.saved_tensors
+        dy_RD = to_slots(dy_TD, Moves(token_R, order_R, first_T))
         d_weight_R = torch.linalg.vecdot(dy_RD, slots_RD) if ctx.needs_input_grad[1] else None
         d_slots_RD = dy_RD * weight_R.unsqueeze(1) if ctx.needs_input_grad[0] else None
         return d_slots_RD, d_weight_R, None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, d_slots_RD: Tensor, d_weight_R: Tensor, *_: None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        slots_RD, weight_R, *moves = ctx.saved_tensors
-        return to_tokens(d_slots_RD, weight_R, Moves(*moves)) + to_tokens(slots_RD, d_weight_R, Moves(*moves))

@@ -236,7 +236,7 @@ class ExpertsChoiceRouter(SparseRouter):
             raise ValueError(
                 f"each expert would take {capacity} tokens of a group of {L}: lower the capacity, or group more tokens"
             )
-        gates_NGL = g.gates_GLN.masked_fill(~g.mask_GL.unsqueeze(-1), 0.0).permute(2, 0, 1)
+        gates_NGL = g.gates_GLN.masked_fill(~g.mask_GL.unsqueeze(-1), 0.0).permute(2, 0, 1).contiguous()
         ranked_NGL = gates_NGL.masked_fill(~g.mask_GL, -1.0)  # masked tokens come last
         token_NGC = ranked_NGL.detach().sort(dim=-1, descending=True, stable=True).indices[..., :capacity]
         gate_NGC = gates_NGL.gather(-1, token_NGC)

@@ -11,7 +11,9 @@ from softmoe import SoftMoE
 from softmoe.moe import (
     Experts,
     ExpertsChoiceRouter,
+    IdentityRouter,
     MoE,
+    PlacedRouter,
     SoftUniformRouter,
     TokensChoiceRouter,
     UniformRouter,
@@ -24,14 +26,21 @@ DENSE = {
     "uniform_soft": lambda: MoE(UniformSoftRouter(8, 4, 2), Experts(8, 32, 4)),
     "uniform": lambda: MoE(UniformRouter(8, 4, 2), Experts(8, 32, 4)),
 }
+OTHERS = {
+    "placed": lambda: MoE(PlacedRouter(8, 4, 2), Experts(8, 32, 4)),
+    "tokens_choice": lambda: MoE(TokensChoiceRouter(8, 4, top_k=2, noise_std=0.0), Experts(8, 32, 4)),
+    "experts_choice": lambda: MoE(ExpertsChoiceRouter(8, 4, noise_std=0.0), Experts(8, 32, 4)),
+    "identity": lambda: MoE(IdentityRouter(8, 3), Experts(8, 32, 3)),
+}
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", [*DENSE, *OTHERS])
 @pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, of dynamo
 def test_compiles_without_a_graph_break(name, masked):
-    """torch.compile(fullgraph=True) gives eager's output and gradients."""
+    """torch.compile(fullgraph=True) gives eager's output and gradients, for every router."""
     torch.compiler.reset()
-    layer = DENSE[name]().double()
+    layer = (DENSE | OTHERS)[name]().double()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     mask = torch.rand(2, 6) < 0.7 if masked else None
     x = torch.randn(2, 6, 8, dtype=torch.float64, requires_grad=True)
@@ -39,8 +48,8 @@ def test_compiles_without_a_graph_break(name, masked):
     expected, found = layer(x, mask), compiled(x, mask)
     torch.testing.assert_close(found, expected)
     for ours, theirs in zip(
-        torch.autograd.grad(found.square().sum(), inputs),
-        torch.autograd.grad(expected.square().sum(), inputs),
+        torch.autograd.grad(found.square().sum(), inputs, materialize_grads=True),  # centers need a grid of patches
+        torch.autograd.grad(expected.square().sum(), inputs, materialize_grads=True),
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs)
