@@ -13,15 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from softmoe import recipes
-from softmoe.cli.habits import whole_key
-from softmoe.cli.train import more_evaluators
+from softmoe.cli.habits import nearest, whole_key
+from softmoe.cli.train import train_as_asked
 from softmoe.machine import is_first_process
 from softmoe.models.config import router_options
 from softmoe.storage.files import flatten
 from softmoe.train import Result, TrainConfig
-from softmoe.train import train as run_to_the_end
-from softmoe.train.folder import free_name
-from softmoe.train.preview import fit, set_keys, steps_of
+from softmoe.train.preview import new_run, set_keys
 from softmoe.transfer import transfer_config, write_finished
 
 
@@ -49,17 +47,14 @@ def _run(recipe: TrainConfig, data: str | Path | None, settings: dict[str, Any])
         given["data.train"] = str(data)
     for key in given:
         if key not in keys:
-            raise ValueError(f"there is no setting {key!r}; `softmoe train RECIPE --help` lists them")
-    config = set_keys(recipe, given)
-    if epochs is not None and "steps" in given:
-        raise ValueError("give epochs or steps, not both: each says how long the run is")
-    if epochs is not None:
-        config = replace(config, steps=steps_of(epochs, config))
-    config, fitted = fit(config, recipe, given)
-    config, placed = free_name(config, recipe, named="run_name" in given)
+            near = nearest(key, keys)
+            more = f", did you mean {near!r}?" if near else "; `softmoe train RECIPE --help` lists them"
+            raise ValueError(f"there is no setting {key!r}{more}")
+    config = TrainConfig.from_dict(set_keys(recipe, given).to_dict())  # which looks at the types too
+    config, said = new_run(config, recipe, given, epochs)
     if not config.log.quiet and is_first_process():
-        print(*filter(None, (fitted, placed)), sep="\n", end="\n" if fitted or placed else "")
-    result = run_to_the_end(config, evaluators=more_evaluators(config))
+        print(*said, sep="\n", end="\n" if said else "")
+    result = train_as_asked(config)
     if result.rank == 0 and result.signal is None:
         _, numbers = write_finished(result)
         if config.model.refit_head and not result.problems:  # else they are those of the last evaluation

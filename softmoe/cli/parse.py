@@ -7,7 +7,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields, make_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
@@ -184,8 +184,7 @@ def parse_run(default: "TrainConfig", argv: list[str], prog: str, *, new: bool =
     from softmoe.moe.routing import ROUTERS
     from softmoe.storage.files import flatten
     from softmoe.train import ModelSection, TrainConfig
-    from softmoe.train.folder import free_name
-    from softmoe.train.preview import fit, steps_of
+    from softmoe.train.preview import new_run, with_epochs
 
     types = {name: hint for name, hint in router_options().items() if name != "num_experts"}
     leaves = [
@@ -229,15 +228,9 @@ def parse_run(default: "TrainConfig", argv: list[str], prog: str, *, new: bool =
     values = {f.name: getattr(found.config, f.name) for f in fields(TrainConfig)}
     values["model"] = model.change(**own, **settings)
     made = TrainConfig(**values)
-    if {"epochs", "steps"} <= given:
-        raise ValueError("give --epochs or --steps, not both: each says how long the run is")
-    if found.epochs is not None:
-        made = replace(made, steps=steps_of(found.epochs, made))
     if not new:
-        return made, found.dry_run
-    made, fitted = fit(made, default, given)
-    made.check()
-    made, placed = free_name(made, default, named="run_name" in given)
-    for sentence in filter(None, (fitted, placed) if is_first_process() else ()):
+        return with_epochs(made, found.epochs, given), found.dry_run
+    made, said = new_run(made, default, given, found.epochs)
+    for sentence in said if is_first_process() else ():
         print(f"softmoe: {sentence}", file=sys.stderr)
     return made, found.dry_run

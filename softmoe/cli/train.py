@@ -70,15 +70,13 @@ def train_command(argv: list[str]) -> int:
 def drive(config: TrainConfig, dry_run: bool) -> int:
     """Train to the end and save the model: what `train` and `finetune` do in each process of a run."""
     from softmoe.data import WorkerDied
-    from softmoe.evaluate import extract
-    from softmoe.train import train
     from softmoe.train.preview import preview
 
     if dry_run:
         print(preview(config))
         return 0
     try:
-        result = train(config, evaluators=more_evaluators(config), extract=extract if config.model.locked else None)
+        result = train_as_asked(config)
         return finish(result) if result.rank == 0 else exit_code(result)
     except WorkerDied as error:
         raise OSError(str(error)) from error
@@ -88,6 +86,14 @@ def drive(config: TrainConfig, dry_run: bool) -> int:
         raise OSError(
             "out of memory: raise accumulate, set activation_gb or gradient_checkpointing, or lower the batch"
         ) from error
+
+
+def train_as_asked(config: TrainConfig) -> Result:
+    """Train with the evaluators that the settings ask for; a locked image tower runs only once."""
+    from softmoe.evaluate import extract
+    from softmoe.train import train
+
+    return train(config, evaluators=more_evaluators(config), extract=extract if config.model.locked else None)
 
 
 def parse_train(recipe: str, argv: list[str]) -> tuple[TrainConfig, bool]:

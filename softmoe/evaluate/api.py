@@ -134,8 +134,8 @@ class Evaluate(OneModel, OverImages):
     """JSON of labels to use instead, several per image: a list by image number (ReaL's form) or an object by name."""
     examples: int | None = None
     """Evaluate on so many images only, chosen at random (always the same ones)."""
-    loss: Loss = "softmax"
-    """The loss the model was trained with; also decides what confidence means."""
+    loss: Loss | None = None
+    """softmax or sigmoid, which also decides what confidence means; None is the loss the model was trained with."""
     weights: Storage | None = None
     """Prepare the model for fast inference, with its experts stored so; mapped: for models larger than the memory."""
     agreement: bool = False

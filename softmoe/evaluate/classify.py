@@ -29,7 +29,7 @@ from softmoe.evaluate.inputs import (
     read_labels,
 )
 from softmoe.evaluate.mistakes import Mistakes
-from softmoe.models.classification import Loss, Totals
+from softmoe.models.classification import Loss, Totals, probabilities
 from softmoe.moe.record import evaluating
 
 
@@ -134,7 +134,7 @@ class Predictor:
             vectors = vectors_BD.float().cpu()
             tops: list[tuple[tuple[str, float], ...]] = [()] * len(names)
             if self.names:
-                best = model.head(vectors_BD).float().softmax(1).cpu().topk(self.top)
+                best = probabilities(model.head(vectors_BD), self.loaded.loss).cpu().topk(self.top)
                 pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
                 tops = [tuple((self.names[c], p) for p, c in zip(*row, strict=True)) for row in pairs]
         if not vectors.isfinite().all() or any(math.isnan(share) for row in tops for _, share in row):
@@ -184,8 +184,9 @@ def run_evaluate(options: Evaluate, progress: Progress | None = None) -> dict[st
             if progress is not None:
                 progress(done, len(matched))
 
-    mistakes = Mistakes()
-    totals = count(judged, watched(), loss=options.loss, see=mistakes.add)
+    loss = options.loss or loaded.loss
+    mistakes = Mistakes(loss)
+    totals = count(judged, watched(), loss=loss, see=mistakes.add)
     names = loaded.saved.classes or matched.classes
     return {
         **facts_of(loaded.saved, loaded.preprocessing, {options.data: matched}, split=options.split),

@@ -20,6 +20,7 @@ from softmoe.data.source import MinSide, fingerprint
 from softmoe.inference import Storage, open_mapped, prepare
 from softmoe.machine import Precision, choose_device, choose_precision, home_path
 from softmoe.models import TwoTower, VisionTransformer
+from softmoe.models.classification import Loss
 from softmoe.storage import Preprocessing, SavedModel, load_saved, open_saved
 from softmoe.storage.files import read_json
 
@@ -39,6 +40,11 @@ class Loaded:
     @property
     def transform(self) -> Transform:
         return evaluation_transform(self.preprocessing)
+
+    @property
+    def loss(self) -> Loss:
+        """The loss the model was trained with, which says what its outputs mean; softmax if it is not known."""
+        return "sigmoid" if self.saved.provenance.get("loss") == "sigmoid" else "softmax"
 
     def class_names(self) -> tuple[str, ...]:
         count = self.model.config.num_classes or 0

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from softmoe.data import BrokenImage, Source
+from softmoe.models.classification import Loss, probabilities
 from softmoe.storage.files import write_text
 from softmoe.storage.pages import render, thumbnail
 
@@ -27,14 +28,15 @@ class Mistakes:
     Images with several labels are left out.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, loss: Loss) -> None:
+        self.loss: Loss = loss
         self.pairs: Counter[tuple[int, int]] = Counter()
         self.worst: list[tuple[float, int, int, int]] = []
 
     def add(self, indices: Tensor, labels: Tensor, logits_BC: Tensor) -> None:
         if labels.ndim != 1:
             return
-        best = logits_BC.float().softmax(1).max(1)
+        best = probabilities(logits_BC, self.loss).max(1)
         rows = zip(indices.tolist(), labels.tolist(), best.indices.tolist(), best.values.tolist(), strict=True)
         for index, label, predicted, confidence in rows:
             if label < 0:

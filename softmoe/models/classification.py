@@ -35,6 +35,11 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+def probabilities(logits_BC: Tensor, loss: Loss) -> Tensor:
+    """Return what a model that was trained with this loss gives each class: shares of 1, or each a chance by itself."""
+    return wide(logits_BC).sigmoid() if loss == "sigmoid" else wide(logits_BC).softmax(-1)
+
+
 def class_weights(labels: Tensor, classes: int, smoothing: float = 0.0) -> Tensor:
     """Return (B, C) targets for (B,) class numbers or (B, C) weights, smoothed towards the uniform distribution."""
     check_labels(labels, classes)
@@ -109,8 +114,7 @@ class Totals:
         self._add_confidence(logits_BC, right_B)
 
     def _add_confidence(self, logits_BC: Tensor, right_B: Tensor) -> None:
-        shares_BC = logits_BC.softmax(1) if self.loss == "softmax" else logits_BC.sigmoid()
-        confidence_B = shares_BC.amax(1).double()
+        confidence_B = probabilities(logits_BC, self.loss).amax(1).double()
         bin_B = (confidence_B * BINS).long().clamp(max=BINS - 1)
         for row, values_B in zip(self.by_bin, (torch.ones_like(right_B), confidence_B, right_B), strict=True):
             row.scatter_add_(0, bin_B, values_B)

@@ -187,7 +187,12 @@ def read_checkpoint_model(folder: Path) -> SavedModel:
             Preprocessing.of(SimpleNamespace(**run["data"]["transform"])),
             None,
             {name: files[name]},
-            provenance={"run": run["run_name"], "step": step, "recipe_data": run["data"]["train"]},
+            provenance={
+                "run": run["run_name"],
+                "step": step,
+                "recipe_data": run["data"]["train"],
+                "loss": run["objective"]["loss"],
+            },
             towers=towers,
             tokenizer=towers and tokenizer_of_run(folder.resolve().parent.parent, run["text"]["lower"]),
         )

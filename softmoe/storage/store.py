@@ -56,6 +56,7 @@ class CheckpointStore:
         self._talk, self._saving = talk, saving
         self._leads = talk is None or talk.rank() == 0
         self._writer: threading.Thread | None = None
+        self._failure: Exception | None = None
 
     def steps(self) -> list[int]:
         """Return the steps of the finished checkpoints, oldest first."""
@@ -76,14 +77,17 @@ class CheckpointStore:
         if not self.config.asynchronous:
             self._write(snapshot, best)
             return
-        self._writer = threading.Thread(target=self._write, args=(snapshot, best), name="checkpoint-writer")
+        self._writer = threading.Thread(target=self._write_beside, args=(snapshot, best), name="checkpoint-writer")
         self._writer.start()
 
     def wait(self) -> None:
-        """Wait until the write in the background, if any, is done."""
+        """Wait until the write in the background, if any, is done; raise what it failed with, a full disk excepted."""
         if self._writer is not None:
             self._writer.join()
             self._writer = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def latest(self) -> Checkpoint | None:
         """Find the newest checkpoint that is whole. Broken ones are reported and put aside; None for a new run."""
@@ -125,6 +129,13 @@ class CheckpointStore:
         aside = self.folder / f"broken-{step_name(step)}"
         shutil.rmtree(aside, ignore_errors=True)
         return self.path(step).rename(aside)
+
+    def _write_beside(self, snapshot: Snapshot, best: int | None) -> None:
+        """Write in a thread, which has nobody to raise to: `wait` does."""
+        try:
+            self._write(snapshot, best)
+        except Exception as error:
+            self._failure = error
 
     def _write(self, snapshot: Snapshot, best: int | None) -> None:
         try:

@@ -251,7 +251,7 @@ def join_parts(
         tokenizer=towers and tokenizer_of_run(checkpoint.parent.parent, config.text.lower),
         preprocessing=Preprocessing.of(config.data.transform),
         classes=classes if len(classes) == shape.num_classes else None,
-        provenance=made | {"recipe_data": config.data.train} | results,
+        provenance=made | {"recipe_data": config.data.train, "loss": config.objective.loss} | results,
     )
 
 

@@ -107,36 +107,41 @@ def train(
             run.saved_step = None
             save(run)
         try:
-            run_steps(run, stop)
+            stopped = run_steps(run, stop)
         except WorkerDied:
             if team.world == 1:  # several processes cannot agree on a save in the middle of an evaluation
                 save(run)
             if stop.signal is None:  # else whoever stopped this process stopped its workers too
                 raise
-        if stop.signal is not None:
+            stopped = stop.signal
+        if stopped is not None:
             save(run)
         for line in run.acceleration.timed():
             run.progress.report(line)
         if run.data.loader.broken:
             run.progress.report(f"{len(run.data.loader.broken)} images could not be read and were replaced by others")
-    number = None if stop.signal is None else int(stop.signal)
+    number = None if stopped is None else int(stopped)
     return Result(folder, run.done.step, run.numbers, number, team.rank, tuple(run.problems()))
 
 
-def run_steps(run: Run, stop: StopRequest) -> None:
+def run_steps(run: Run, stop: StopRequest) -> signal.Signals | None:
+    """Train to the last step, or until all processes know of a signal that one of them got; return that signal.
+
+    A signal that comes after the processes were asked waits in `stop` until they are asked again, a step later.
+    """
     config, done = run.config, run.done
     if done.step >= config.steps or out_of_patience(run):
-        return
+        return run.team.ask(lambda: stop.signal)()[0]
     clock, start = Clock(), time.perf_counter()
     feed = run.data.feed(run.data.loader.batches(done.step), run.device)
     answer = run.team.ask(lambda: stop.signal, feed.fetch())
     while True:
-        stop.signal, failure = answer()
-        if failure is not None and stop.signal is None:
+        stopped, failure = answer()
+        if failure is not None and stopped is None:
             save(run)
             raise failure
-        if stop.signal is not None or done.step >= config.steps:
-            return
+        if stopped is not None or done.step >= config.steps:
+            return stopped
         log_now = (done.step + 1) % config.log.every == 0 or done.step + 1 == config.steps
         train_step(run, feed.take(), keep_routing=log_now and config.log.health)
         failure = feed.fetch() if done.step < config.steps else None  # while the device works
@@ -146,9 +151,9 @@ def run_steps(run: Run, stop: StopRequest) -> None:
         if log_now:
             report_starving(run, feed)
         if out_of_patience(run):
-            stop.signal, _ = answer()
+            stopped, _ = answer()
             save(run)
-            return
+            return stopped
         start = time.perf_counter()
 
 
@@ -254,12 +259,13 @@ def restore(run: Run, found: Checkpoint) -> None:
 def save(run: Run) -> None:
     """Hand a copy of the state to the writer, once per step.
 
-    A step that was skipped is not saved, and weights that are not finite end the run: neither may replace a good
-    checkpoint.
+    Steps that were skipped are not saved again and again, and weights that are not finite end the run: neither may
+    replace a good checkpoint.
     """
     count_pending_step(run)
     done = run.done
-    if run.saved_step == done.step or done.bad_in_a_row:
+    last_good = done.step - done.bad_in_a_row  # a skipped step leaves the weights as they were
+    if run.saved_step is not None and run.saved_step >= last_good:
         return
     run.metrics.flush()
     run.store.wait()  # all processes then know how the save before went, and no two copies are in memory

@@ -37,6 +37,7 @@ BESIDE = re.compile(r"^(.*\.mlp)\.(router|experts|mlp)\.")
 MATRIX = re.compile(
     r"(^|\.)encoder\.blocks\.\d+\.((attention|mlp|mlp\.mlp)\.(qkv|out|fc1|fc2)\.weight|mlp\.experts\.w[12])$"
 )
+QKV = re.compile(r"\.qkv\.weight$")  # query, key and value: three matrices in one
 ADAPTERS = ((r"^head\.|\.mlp\.(router|experts)\.", 1.0), (r"", 0.0))
 NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315
 """The coefficients of x, x^3 and x^5 by which Muon's authors bring small singular values up fastest."""
@@ -107,34 +108,33 @@ class Muon(torch.optim.Optimizer):
             self.others.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
             self.others.step()
         for group in self.param_groups:
-            for parameter in group["params"] if group["muon"] else ():
+            for name, parameter in zip(group["names"], group["params"], strict=True) if group["muon"] else ():
                 if parameter.grad is None:
                     continue
                 state = self.state[parameter]
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(parameter)
                 momentum = MOMENTUM * state["momentum_buffer"] + parameter.grad
-                update = own_update(parameter.grad + MOMENTUM * momentum)
+                update = own_update(parameter.grad + MOMENTUM * momentum, 3 if QKV.search(name) else 1)
                 weight = (1 - group["lr"] * group["weight_decay"]) * local(parameter) - group["lr"] * update
                 for old, new in ((local(state["momentum_buffer"]), local(momentum)), (local(parameter), weight)):
                     old.copy_(new if skip is None else torch.where(skip.bool(), old, new))
 
 
-def own_update(direction: Tensor) -> Tensor:
+def own_update(direction: Tensor, parts: int) -> Tensor:
     """Return this process's part of the step along a direction; whole experts of its own need nothing of the others."""
     if (
         is_spread(direction)
         and direction.ndim == 3
         and not any(p.is_shard(1) or p.is_shard(2) for p in direction.placements)
     ):
-        return orthogonal_update(local(direction))
-    return local(local_shard(orthogonal_update(whole(direction)), direction))
+        return orthogonal_update(local(direction), parts)
+    return local(local_shard(orthogonal_update(whole(direction), parts), direction))
 
 
-def orthogonal_update(direction: Tensor) -> Tensor:
-    """Return the step of Muon along a direction: experts, and query, key and value in one matrix, one by one."""
-    rows, columns = direction.shape[-2:]
-    matrices = direction.view(3, columns, columns) if rows == 3 * columns and direction.ndim == 2 else direction
+def orthogonal_update(direction: Tensor, parts: int = 1) -> Tensor:
+    """Return the step of Muon along a direction: experts, and so many parts of one matrix (its rows), one by one."""
+    matrices = direction if parts == 1 else direction.unflatten(0, (parts, -1))
     size = 0.2 * math.sqrt(max(matrices.shape[-2:]))
     return (size * orthogonalized(matrices)).view_as(direction)
 
@@ -204,9 +204,12 @@ def parameter_groups(
         group["params"].append(parameter)
         group["names"].append(name)
     for pattern, _ in (*config.decay_patterns, *config.lr_patterns):
-        if pattern not in used:
-            some = ", ".join((names[0], names[len(names) // 2], names[-1]))
-            raise ValueError(f"the pattern {pattern!r} matches no parameter; names look like {some}")
+        if pattern in used:
+            continue
+        if any(re.search(pattern, name) for name in names):
+            raise ValueError(f"the pattern {pattern!r} is never used: earlier ones match all of its parameters")
+        some = ", ".join((names[0], names[len(names) // 2], names[-1]))
+        raise ValueError(f"the pattern {pattern!r} matches no parameter; names look like {some}")
     if not groups:
         raise ValueError("optim.lr_patterns freezes every parameter, so there is nothing to train")
     return list(groups.values())

@@ -11,6 +11,7 @@ from softmoe.models.two_tower import features_dim
 from softmoe.storage.files import flatten
 from softmoe.train.config import ModelSection, TrainConfig
 from softmoe.train.data import buffers_of, open_sources
+from softmoe.train.folder import free_name
 from softmoe.train.optim import parameter_groups
 
 MANY_EPOCHS = 1000
@@ -18,14 +19,31 @@ MANY_LEARNED = 0.05  # as a share of a model's weights, for adapters
 ROWS, EVALUATIONS = 10, 4  # the least of each in a run that is shorter than its recipe
 
 
-def steps_of(epochs: float, config: TrainConfig) -> int:
-    """Return the number of steps in which the training images are seen `epochs` times."""
-    if not epochs > 0:
-        raise ValueError(f"the number of epochs must be above 0, got {epochs}")
+def new_run(
+    config: TrainConfig, recipe: TrainConfig, given: Collection[str], epochs: float | None = None
+) -> tuple[TrainConfig, list[str]]:
+    """Return the settings of a new run, made to fit its length and with a free name, and sentences on what changed.
+
+    `given` are the keys that the user has set. ValueError for settings that cannot work together.
+    """
+    config, fitted = fit(with_epochs(config, epochs, given), recipe, given)
+    config.check()
+    config, placed = free_name(config, recipe, named="run_name" in given)
+    return config, [sentence for sentence in (fitted, placed) if sentence]
+
+
+def with_epochs(config: TrainConfig, epochs: float | None, given: Collection[str]) -> TrainConfig:
+    """Return the settings with as many steps as show each training image `epochs` times; None leaves them."""
+    if epochs is None:
+        return config
+    if "steps" in given:
+        raise ValueError("give --epochs or --steps, not both: each says how long the run is")
+    if isinstance(epochs, bool) or not isinstance(epochs, int | float) or not epochs > 0:
+        raise ValueError(f"epochs must be a number above 0, got {epochs!r}")
     if config.data.batch_size < 1:
         raise ValueError(f"data.batch_size must be at least 1, got {config.data.batch_size}")
     images = len(open_source(config.data.train, config.data.train_split))
-    return max(1, round(epochs * images / config.data.batch_size))
+    return replace(config, steps=max(1, round(epochs * images / config.data.batch_size)))
 
 
 def fit(config: TrainConfig, recipe: TrainConfig, given: Collection[str] = ()) -> tuple[TrainConfig, str]:

@@ -113,7 +113,7 @@ def sort_key(found: dict[str, Any]) -> tuple[float, float]:
 def evaluate(run: Run) -> bool:
     """Run the evaluators, on the average of the weights if there is one. Return True if this is the best step so far.
 
-    A skipped step is never the best, since it is not saved.
+    A skipped step is never the best: its weights are those of a step before it.
     """
     done, key = run.done, run.config.evaluation.best
     done.evaluating = True

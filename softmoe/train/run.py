@@ -192,7 +192,7 @@ class Run:
         """Return sentences about what a run that has ended could not save."""
         found, step, newest = [], self.done.step, self.store.last_good
         kept = "there is no checkpoint" if newest is None else f"the newest checkpoint is of step {newest}"
-        if self.done.bad_in_a_row:
+        if newest != step and self.done.bad_in_a_row:
             found.append(
                 f"the last {self.done.bad_in_a_row} steps gave no finite loss or gradient and were skipped, so step "
                 f"{step} is not saved; {kept}"

@@ -26,6 +26,8 @@ def train_step(run: Run, batch: Any, *, keep_routing: bool = False) -> None:
     torch.manual_seed(random_seed(config.seed, "step", done.step, *run.team.seed))
     run.model.train()
     run.optimizer.zero_grad()
+    if run.in_backward is not None and run.average is not None:
+        count_pending_step(run)  # its weights go into the average before the backward pass changes them
     loss, auxiliary, numbers = forward_backward(run, batch)
     if run.in_backward is None:
         norm = run.team.clip(gradients(run.optimizer), config.optim.clip_norm)

@@ -30,7 +30,7 @@ def logits(predicted: list[int], confidence: list[float]) -> torch.Tensor:
 
 
 def report() -> dict:
-    mistakes = Mistakes()
+    mistakes = Mistakes("softmax")
     mistakes.add(torch.arange(5), torch.tensor([0, 0, 1, 2, -1]), logits([0, 1, 1, 0, 0], [0.9, 0.6, 0.8, 0.95, 0.9]))
     classes = [
         {"class": n, "images": i, "right": r, "predicted": p}
@@ -60,7 +60,7 @@ def test_pairs_and_the_worst():
 
 def test_only_the_worst_are_kept():
     """Of many mistakes those with the highest confidence stay, and several labels an image have no place in a table."""
-    mistakes, many = Mistakes(), 3 * WORST
+    mistakes, many = Mistakes("softmax"), 3 * WORST
     mistakes.add(torch.arange(many), torch.ones(many).long(), logits([0] * many, np.linspace(0.5, 0.99, many).tolist()))
     assert sorted(-index for _, index, _, _ in mistakes.worst) == list(range(many - WORST, many))
     mistakes.add(torch.arange(2), torch.ones(2, 3), logits([0, 0], [0.9, 0.9]))

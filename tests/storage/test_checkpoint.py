@@ -163,6 +163,23 @@ def test_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, a
     assert len(said) == 1
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_failures_that_are_no_matter_of_the_disk(tmp_path: Path, asynchronous: bool):
+    """An error of a device, found when the copies arrive, is raised in training, also from the writer's thread."""
+
+    def broken() -> bool:
+        raise RuntimeError("the device is gone")
+
+    ours = store(tmp_path, asynchronous=asynchronous)
+    lost = Snapshot(1, snapshot(1).tensors, snapshot(1).texts, broken)
+    with pytest.raises(RuntimeError, match="the device is gone"):  # noqa: PT012
+        ours.save(lost)
+        ours.wait()
+    ours.save(snapshot(2))
+    ours.wait()
+    assert ours.steps() == [2]
+
+
 def test_optimizer_state_by_name(tmp_path: Path):
     """Moments and step counts return to the parameters of the same name; unknown names are refused."""
 

@@ -9,7 +9,7 @@ from softmoe import recipes
 from softmoe.data import open_source
 from softmoe.train import TrainConfig
 from softmoe.train.folder import RunFolder, free_name
-from softmoe.train.preview import fit, preview, steps_of
+from softmoe.train.preview import fit, preview, with_epochs
 
 SMALL_RECIPES = [
     name for name in recipes.names() if name not in ("contrastive", "lit", "lit_small")
@@ -58,10 +58,10 @@ def test_a_batch_of_pairs_is_at_most_half_the_set(tmp_path: Path):
 def test_epochs():
     """Steps that see each image so often."""
     config = replace(TrainConfig(), data=replace(TrainConfig().data, train="shapes?size=32", batch_size=64))
-    assert steps_of(0.001, config) >= 1
-    assert steps_of(2, config) == pytest.approx(2 * steps_of(1, config), abs=1)
+    assert with_epochs(config, 0.001, ()).steps >= 1
+    assert with_epochs(config, 2, ()).steps == pytest.approx(2 * with_epochs(config, 1, ()).steps, abs=1)
     with pytest.raises(ValueError, match="above 0, got -1"):
-        steps_of(-1, config)
+        with_epochs(config, -1, ())
 
 
 def test_second_runs_get_numbers(tmp_path: Path):

@@ -17,6 +17,7 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "average": {"ema": 0.5, "optim.clip_norm": None},
     "in the backward pass": INSIDE,
+    "average in the backward pass": {"ema": 0.5, **INSIDE},
     "accumulated": {"accumulate": 2, "model.router": "tokens_choice"},
 }
 

@@ -1,5 +1,8 @@
 import json
 import math
+import os
+import signal
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +15,7 @@ from softmoe.budget.memory import activation_memory
 from softmoe.models import ViTConfig
 from softmoe.storage.checkpoint import read_checkpoint
 from softmoe.train import Diverged, TrainConfig, train
+from softmoe.train.distributed import Team
 from softmoe.train.folder import RunFolder
 from softmoe.train.log import read_metrics
 from softmoe.train.objectives import make_objective
@@ -137,6 +141,25 @@ def test_evaluators_are_handed_in(make_config):
     assert read_checkpoint(folder.checkpoints / "best").step == 4
     best = {"step": 4, "name": "mine/value", "value": 0.9}
     assert json.loads(folder.evaluation.read_text()) == {"step": 6, "numbers": {"mine/value": 0.3}, "best": best}
+
+
+def test_a_signal_after_the_question_stops_a_step_later(make_config, monkeypatch: pytest.MonkeyPatch):
+    """Several processes agree to stop while a step is computed. A signal that comes during the evaluation after it is
+    not lost: they agree on it in the next step, and the run is saved."""
+
+    def ask(team: Team, received: Callable[[], Any], failure: Exception | None = None) -> Callable[[], Any]:
+        answer = received(), failure  # what is known when the question is asked
+        return lambda: answer
+
+    def evaluate(model: nn.Module, batches: Any) -> dict[str, float]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return {"top1": 0.5}
+
+    monkeypatch.setattr(Team, "ask", ask)
+    config = make_config(steps=6, **{"evaluation.every": 2, "checkpoint.every": 100})
+    result = train(config, evaluators={"val": evaluate})
+    assert (result.step, result.signal) == (3, signal.SIGTERM)
+    assert read_checkpoint(RunFolder.of(config).checkpoints / "last").step == 3
 
 
 def test_a_quiet_run_says_nothing(make_config, capsys):

@@ -107,6 +107,8 @@ def test_a_pattern_without_parameters_is_an_error():
         parameter_groups(VisionTransformer(small()), OptimSection(lr_patterns=(("heda", 2.0),)))
     with pytest.raises(ValueError, match="nothing to train"):
         parameter_groups(VisionTransformer(small()), OptimSection(lr_patterns=((".", 0.0),)))
+    with pytest.raises(ValueError, match=r"bias\$' is never used: earlier ones match all of its parameters"):
+        decays(small(), replace(DECAYS, lr_patterns=((r"^head\.", 0.5), (r"^head\.bias$", 0.1))))
 
 
 def linear(seed: int = 0) -> nn.Linear:
@@ -189,6 +191,21 @@ def test_muon_is_its_formula_on_matrices_and_adamw_elsewhere():
             expected[name] = weight * (1 - lr * 0.03) - lr * update
     for (name, found), other in zip(model.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(found.detach(), expected.get(name, other.detach()), rtol=1e-9, atol=1e-10, msg=name)
+
+
+def test_muon_takes_an_mlp_of_three_widths_whole():
+    """Only query, key and value are three matrices in one, whatever has their shape."""
+    torch.manual_seed(0)
+    model = VisionTransformer(ViTConfig(image_size=8, patch_size=4, width=8, depth=1, mlp_dim=24, heads=2)).double()
+    optimizer = make_optimizer(model, OptimSection(name="muon", kernel_decay=0.0, clip_norm=None))
+    set_learning_rate(optimizer, 0.1)
+    model(torch.randn(2, 3, 8, 8, dtype=torch.float64)).square().sum().backward()
+    weight = model.get_parameter("encoder.blocks.0.mlp.fc1.weight")
+    before, gradient = weight.detach().clone(), weight.grad
+    assert gradient is not None
+    optimizer.step()
+    expected = before - 0.1 * by_singular_values(1.95 * gradient)
+    torch.testing.assert_close(weight.detach(), expected, rtol=1e-9, atol=1e-10)
 
 
 def test_muon_makes_singular_values_alike():

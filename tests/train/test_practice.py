@@ -13,7 +13,9 @@ from PIL import Image
 import softmoe
 from softmoe.cli import main
 from softmoe.data import open_source
+from softmoe.evaluate import evaluation_transform
 from softmoe.recipes import quickstart
+from softmoe.storage import open_saved
 from softmoe.train import ObjectiveSection, train
 from softmoe.train.log import read_metrics
 from softmoe.train.objectives import balance_weights, make_objective
@@ -107,6 +109,44 @@ def test_one_call(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert softmoe.train.TrainConfig is type(quickstart.recipe())
     with pytest.raises(ValueError, match="there is no setting 'colour'"):
         softmoe.train("small_data", photos, colour=3)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"stepz": 3}, "there is no setting 'stepz', did you mean 'steps'"),
+        ({"flip": "no"}, r"data\.transform\.flip must be .*bool.*'no'"),
+        ({"seed": 1.5}, r"seed must be .*int.*1\.5"),
+        ({"steps": "3"}, "steps must be .*int.*'3'"),
+        ({"epochs": "3"}, "epochs must be a number above 0, got '3'"),
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+    ],
+)
+def test_wrong_settings_in_python(photos: Path, tmp_path: Path, wrong: dict, sentence: str, monkeypatch):
+    """Names, types and values are looked at before anything is written, as on the command line."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=sentence):
+        softmoe.train("small_data", photos, **SETTINGS | wrong)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_outputs_mean_is_saved(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A model that was trained with a loss of each class by itself is evaluated by it, and predicts chances that do not
+    add up to 1."""
+    monkeypatch.chdir(tmp_path)
+    made = softmoe.train("small_data", photos, steps=3, image_size=16, **SETTINGS, **{"objective.loss": "sigmoid"})
+    report = softmoe.evaluate(made.folder.path, str(photos))
+    assert report["numbers"]["loss"] == pytest.approx(made.numbers["val/loss"], rel=1e-4)
+    assert softmoe.evaluate(made.folder.path, str(photos), loss="softmax")["numbers"]["loss"] != pytest.approx(
+        made.numbers["val/loss"], rel=1e-4
+    )
+    (found, *_), _ = softmoe.predict(made.folder.path, photos / "dark")
+    model = softmoe.from_pretrained(made.folder.path)
+    transform = evaluation_transform(open_saved(made.folder.path).preprocessing)
+    pixels = transform(np.asarray(Image.open(found.name).convert("RGB")), np.random.default_rng(0))
+    with torch.no_grad():
+        chances = model(pixels[None]).sigmoid()[0].sort(descending=True).values
+    assert [share for _, share in found.top] == pytest.approx(chances.tolist(), rel=1e-4)
 
 
 def test_few_shot_during_training(tmp_path: Path, capsys: pytest.CaptureFixture):

@@ -60,6 +60,18 @@ def test_a_run_that_ends_in_bad_steps_says_so(make_config, capsys: pytest.Captur
     assert "newest checkpoint is of step 4" in result.problems[0]
 
 
+def test_one_bad_step_at_the_end_loses_nothing(make_config):
+    """The last step is skipped, and nothing was saved before: what the steps before it learned is saved with it."""
+    config = make_config(steps=6, **{"checkpoint.every": 1000})
+    result = train(config, objective=spoiled(config, 6))
+    assert (result.problems, steps_of(config)) == ((), [6])
+    shorter = make_config(steps=5, run_name="shorter", **{"checkpoint.every": 1000})
+    train(shorter)
+    saved, expected = (read_checkpoint(RunFolder.of(c).checkpoints / "last") for c in (config, shorter))
+    for name, value in expected.tensors["model"].items():
+        assert torch.equal(saved.tensors["model"][name], value), name
+
+
 def test_weights_that_are_not_finite_are_neither_saved_nor_exported(make_config):
     """An update that spoils the weights ends the run at the next save; a spoiled checkpoint becomes no model."""
     config = make_config(steps=6)
