@@ -51,7 +51,8 @@ _MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd7\xff])")  # of a JPEG segment: n
 _NO_LENGTH = frozenset([*range(2, 0xC0), 0xD8])
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0 to SOF15
 _PROGRESSIVE = frozenset([0xC2, 0xC6, 0xCA, 0xCE])
-_SCAN, _END = 0xDA, 0xD9
+_SCAN, _END, _APP1 = 0xDA, 0xD9, 0xE1
+_TURNED = re.compile(rb'Exif\0|tiff:Orientation(="|>)[2-8]')  # EXIF, or XMP that gives an orientation
 _COMMENTS = {b"\xff\xd8": b"Exif\0\0", b"P1": b"#", b"P2": b"#", b"P3": b"#"}  # how they begin, by the file's beginning
 
 
@@ -111,8 +112,8 @@ def decode(data: bytes, name: str, min_side: MinSide = None, max_pixels: int = M
         if len(data) > MAX_BYTES:
             raise _Refused(f"the file is larger than {MAX_BYTES:,} bytes")
         if data[:2] == b"\xff\xd8":
-            _check_jpeg(data, max_pixels)
-            if simplejpeg is not None and b"Exif" not in data[:4096]:
+            may_be_turned = _check_jpeg(data, max_pixels)
+            if simplejpeg is not None and not may_be_turned:
                 image = _decode_simplejpeg(data, min_side, max_pixels)
                 if image is not None:
                     return image
@@ -145,19 +146,19 @@ def _check_size(width: int, height: int, max_pixels: int) -> None:
         raise _Refused(f"it is too long: {width} x {height}, a side may have {MAX_SIDE:,} pixels")
 
 
-def _check_jpeg(data: bytes, max_pixels: int) -> None:
+def _check_jpeg(data: bytes, max_pixels: int) -> bool:
     """Refuse a JPEG of too many pixels or scans, by its markers, which are found as libjpeg finds them.
 
     In a sequential JPEG libjpeg takes no scan after one that holds all colors, so the search ends there: photos take
-    microseconds.
+    microseconds. Returns whether the image may have to be turned: EXIF or XMP may say so, and Pillow heeds both.
     """
-    place, pixels, colors, many, scans, segments = 2, 0, 0, False, 0, 0
+    place, pixels, colors, many, scans, segments, turned = 2, 0, 0, False, 0, 0, False
     while (found := _MARKER.search(data, place)) is not None:
         marker, place, segments = found[1][0], found.end(), segments + 1
         if segments > MAX_SEGMENTS:
             raise _Refused(f"it has more than {MAX_SEGMENTS:,} segments")
         if marker == _END:
-            return
+            break
         if marker in _NO_LENGTH or len(data) < place + 2:
             continue
         if marker in _FRAMES and len(data) >= place + 8:
@@ -168,11 +169,14 @@ def _check_jpeg(data: bytes, max_pixels: int) -> None:
         elif marker == _SCAN:
             scans += 1
             if not many and data[place + 2 : place + 3] == bytes([colors]):
-                return
+                break
             if scans > MAX_SCANS or scans * pixels > MAX_SCANNED:
                 raise _Refused(f"it has too many scans: {MAX_SCANS} are allowed, fewer where it is large")
             many = True
-        place += max(2, int.from_bytes(data[place : place + 2]))
+        end = place + max(2, int.from_bytes(data[place : place + 2]))
+        turned = turned or (marker == _APP1 and _TURNED.search(data, place, end) is not None)
+        place = end
+    return turned
 
 
 def _check_png(data: bytes) -> None:

@@ -100,6 +100,18 @@ def test_exif_orientation(form, picture, encoded, either_decoder):
     assert small.shape[0] == 2 * small.shape[1] >= 64
 
 
+def test_orientation_late_in_the_file_and_in_xmp(picture, encoded, either_decoder):
+    """Both decoders find the orientation behind a long color profile, and in XMP where there is no EXIF."""
+    jpeg = encoded(picture(4, 32, 64))
+    profile = b"\xff\xe2" + (5002).to_bytes(2) + bytes(5000)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    xmp = b'http://ns.adobe.com/xap/1.0/\0<rdf:Description tiff:Orientation="6"/>'
+    for note in (exif.tobytes(), xmp):
+        segment = b"\xff\xe1" + (len(note) + 2).to_bytes(2) + note
+        assert decode(jpeg[:2] + profile + segment + jpeg[2:], "x").shape == (64, 32, 3)
+
+
 @pytest.mark.parametrize(
     ("side", "expected"), [(None, 160), (0, 160), (81, 160), (80, 80), (21, 40), (20, 20), (5, 20), (500, 160)]
 )
