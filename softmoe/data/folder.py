@@ -145,7 +145,8 @@ def _held_out(whole: dict[str, list], split: str, share: float, root: Path) -> d
 def _split_names(files: list, share: float) -> tuple[list, list]:
     """Return (kept, rest), chosen by a hash of the name: the same on every machine, and stable when files are added."""
     count = min(len(files) - 1, max(1, round(len(files) * share))) if share else 0
-    chosen = set(sorted(range(len(files)), key=lambda i: hashlib.blake2b(files[i][0].encode()).digest())[:count])
+    keys = [hashlib.blake2b(file[0].encode(errors="surrogateescape")).digest() for file in files]
+    chosen = set(sorted(range(len(files)), key=keys.__getitem__)[:count])
     return [f for i, f in enumerate(files) if i in chosen], [f for i, f in enumerate(files) if i not in chosen]
 
 

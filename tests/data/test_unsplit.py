@@ -88,6 +88,14 @@ def test_the_choice_is_stable(photos: Path, tmp_path: Path):
     assert len(before & after) >= len(before) - 1
 
 
+def test_names_that_are_not_utf8(photos: Path):
+    """A file whose name is no text belongs to one of the two parts, as every other."""
+    for number in range(9):
+        (photos / "bee" / f"caf\udce9{number}.jpg").write_bytes(b"x" * (number + 10))
+    train, val = (open_source(str(photos), split) for split in ("train", "val"))
+    assert len(names(train) | names(val)) == len(train) + len(val) == 60
+
+
 def test_other_shares(photos: Path):
     """`?val=0.5` is half of each class, `?val=0` nothing; anything that is no share is refused."""
     assert [len(open_source(f"{photos}?val=0.5", split)) for split in ("train", "val")] == [26, 25]
