@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from softmoe.accelerate.guards import plain_class
 from softmoe.data import BrokenImage, Example, Source, Transform, evaluation_batches, to_tensor
 from softmoe.inspection.statistics import LayerStatistics, correlation_summary, layer_statistics
 from softmoe.models import VisionTransformer
@@ -229,7 +230,7 @@ def layer_results(model: nn.Module, batches: Iterable[Tensor]) -> tuple[int, dic
     results = {}
     for name, router in routers.items():
         if name in statistics:
-            facts = {"router": type(router).__name__, "correlation": correlation_summary(router)}
+            facts = {"router": plain_class(router).__name__, "correlation": correlation_summary(router)}
             results[name] = facts | statistics[name].result()
     return images, results
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from making import pixels, tiny_model
 
+from softmoe.accelerate.soft import keep_logits_only
 from softmoe.data import to_tensor
 from softmoe.inspection import correlation_summary, doctor, layer_results
 from softmoe.inspection.doctor import (
@@ -52,6 +53,14 @@ def test_healthy():
         "scale of the logits",
         "more experts than tokens",
     ]
+
+
+def test_an_accelerated_model_gets_the_same_checks():
+    """Fast classes that stand in for the routers take no check away."""
+    model = set_scale(tiny_model(), 8.0)
+    plain = [v.check for v in examine_layers(layers_of(model))]
+    assert keep_logits_only(model)
+    assert [v.check for v in examine_layers(layers_of(model))] == plain
 
 
 def test_saturated_and_uniform():
