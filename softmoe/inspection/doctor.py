@@ -332,5 +332,5 @@ def examine_loading(rows: Rows, workers: int, batches: Any, batch_size: int) -> 
         share > limit,
         f"{how} {loaded:,.0f} images/s here, the run used {trained:,.0f} ({share:.0%})",
         f"at most {limit:.0%}",
-        "training waits for images: raise data.workers, install softmoe[fast], or store images at a smaller size",
+        "training waits for images: raise data.workers, install 'softmoe-vit[fast]', or store images at a smaller size",
     )

@@ -15,7 +15,7 @@ from softmoe import accelerate
 from softmoe.accelerate import fastest
 from softmoe.accelerate.fastest import Choice, compare
 
-triton = pytest.importorskip("triton", reason="needs triton: pip install softmoe[dev]")
+triton = pytest.importorskip("triton", reason="needs triton: pip install 'softmoe-vit[dev]'")
 
 
 def linear(x: Tensor, w: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from softmoe.accelerate import fastest, triton_adamw, triton_experts, triton_sof
 from softmoe.accelerate.optimizer import CompactAdamW, Flat, Workspace, in_pieces, update_together
 from softmoe.moe import Experts, PlacedRouter, SoftRouter
 
-triton = pytest.importorskip("triton", reason="needs triton: pip install softmoe[dev]")
+triton = pytest.importorskip("triton", reason="needs triton: pip install 'softmoe-vit[dev]'")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # numpy's, of values that are masked
     # numpy's, of the interpreter of triton 3.5: from numpy 2.4 on that is an error

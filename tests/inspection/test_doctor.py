@@ -187,6 +187,7 @@ def test_data_loading(monkeypatch):
     for workers, batch, ill in ((1, 100, True), (1, 200, False), (4, 50, False), (0, 200, True), (0, 400, False)):
         assert examine_loading(course(), workers, batches, batch).wrong is ill, (workers, batch)
     assert examine_loading([], 1, batches, 8).wrong is None
+    assert "install 'softmoe-vit[fast]'" in examine_loading(course(), 1, batches, 100).advice
 
 
 def test_nearly_uniform_dispatch_is_told():
