@@ -104,7 +104,7 @@ def model_verdicts(a: Doctor, run: RunRecord | None) -> list[Verdict]:
     from softmoe.inspection.collect import layer_results
     from softmoe.inspection.doctor import (
         Verdict,
-        examine_acceleration,
+        accelerate_and_tell,
         examine_layers,
         examine_machine,
         examine_parameters,
@@ -116,7 +116,7 @@ def model_verdicts(a: Doctor, run: RunRecord | None) -> list[Verdict]:
     model = loaded.model
     weights = next(model.parameters())
     precision = run.config.precision if run else str(weights.dtype).removeprefix("torch.")
-    machine = [examine_machine(precision, weights.device.type), examine_acceleration(model)]
+    machine = [examine_machine(precision, weights.device.type), accelerate_and_tell(model)]
     moe = model.config.moe
     if moe is None:
         return [*machine, Verdict("routing", None, "this model has no MoE layers")]

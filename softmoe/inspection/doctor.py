@@ -187,8 +187,8 @@ def examine_machine(precision: str, device: str) -> Verdict:
     )
 
 
-def examine_acceleration(model: nn.Module) -> Verdict:
-    """Say which accelerations this machine has for a model, and why not the others. The model is accelerated by it."""
+def accelerate_and_tell(model: nn.Module) -> Verdict:
+    """Accelerate a model, and say which accelerations this machine has for it and why not the others."""
     return Verdict("accelerations", False, str(accelerate.apply(model)).removeprefix("accelerate: "))
 
 
