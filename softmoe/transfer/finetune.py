@@ -37,6 +37,7 @@ from softmoe.storage import SavedModel, load_saved, open_saved, save_pretrained
 from softmoe.storage.adapters import facts_of_base
 from softmoe.storage.checkpoint import read_checkpoint
 from softmoe.storage.files import whole_folder
+from softmoe.storage.saved import TOKENIZER_FILES
 from softmoe.train.config import ModelSection, TrainConfig
 from softmoe.train.data import Data
 from softmoe.train.evaluation import classify
@@ -248,6 +249,9 @@ def branch(checkpoint: Path | str, cooldown: int, run_name: str | None = None, r
         if source.metrics.exists():
             shutil.copy(source.metrics, partial.metrics)
             MetricsFile(partial.metrics).rewind(config.steps - cooldown)
+        for name in TOKENIZER_FILES:
+            if (source.path / name).is_file():
+                shutil.copy(source.path / name, folder / name)
         stored = source.stored()
         assert stored is not None
         partial.begin(config, facts=stored[1])

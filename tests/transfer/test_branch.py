@@ -5,8 +5,9 @@ import pytest
 import torch
 from train.conftest import config_maker
 
+from softmoe.data import train_tokenizer
 from softmoe.storage.checkpoint import read_checkpoint
-from softmoe.train import TrainConfig, train
+from softmoe.train import TextSection, TrainConfig, train
 from softmoe.train.folder import RunFolder
 from softmoe.train.log import read_metrics
 from softmoe.train.optim import make_schedule
@@ -52,6 +53,18 @@ def test_a_branch_can_be_started_again(long):
     before = files(RunFolder.of(config).checkpoints)
     assert train(config).step == 4
     assert files(RunFolder.of(config).checkpoints) == before
+
+
+def test_a_branch_has_the_tokenizer_of_its_run(make_config, tmp_path: Path):
+    """As the run itself it goes on where the file that was given is gone."""
+    file = tmp_path / "mine.json"
+    file.write_bytes(train_tokenizer(["a red star", "a blue ring"], 300).data)
+    text = TextSection(size="ti", width=16, depth=1, heads=2, mlp_dim=16, tokenizer=str(file))
+    config = replace(make_config(steps=2, **{"data.train": "shapes?size=16&length=12"}), text=text)
+    folder = train(config).folder
+    file.unlink()
+    branched = train(branch(folder.checkpoints / "step_00000002", 1)).folder
+    assert (branched.path / "tokenizer.json").read_bytes() == (folder.path / "tokenizer.json").read_bytes()
 
 
 @pytest.mark.parametrize("kind", ["rsqrt", "linear", "cosine", "constant"])
