@@ -176,7 +176,7 @@ class DenseMLP:
         if self.gate is None:
             experts = Experts(D, H, num_experts, dropout=self.dropout, activation=self.activation)
         else:
-            experts = GatedExperts(D, H, num_experts, self.activation)
+            experts = GatedExperts(D, H, num_experts, self.activation, self.dropout)
             experts.gate.copy_(self.gate[0].T.expand_as(experts.gate))
             experts.gate_bias.copy_(self.gate[1].expand_as(experts.gate_bias))
         stacked = (experts.w1, experts.b1, experts.w2, experts.b2)
@@ -188,17 +188,20 @@ class DenseMLP:
 class GatedExperts(nn.Module):
     """N gated MLPs (SwiGLU and the like) as stacked weights, laid out as those of Experts: (N, S, D) -> (N, S, D)."""
 
-    def __init__(self, dim: int, hidden_dim: int, num_experts: int, activation: str = "silu"):
+    def __init__(self, dim: int, hidden_dim: int, num_experts: int, activation: str = "silu", dropout: float = 0.0):
         super().__init__()
-        self.dim, self.hidden_dim, self.num_experts, self.activation = dim, hidden_dim, num_experts, activation
+        self.dim, self.hidden_dim, self.num_experts = dim, hidden_dim, num_experts
+        self.activation, self.dropout = activation, dropout
         self.gate, self.w1, self.w2 = (nn.Parameter(torch.empty(num_experts, dim, hidden_dim)) for _ in range(3))
         self.gate_bias, self.b1 = (nn.Parameter(torch.zeros(num_experts, hidden_dim)) for _ in range(2))
         self.b2 = nn.Parameter(torch.zeros(num_experts, dim))
 
     def forward(self, x_NSD: Tensor) -> Tensor:
         gate_NSH = GATES[self.activation](torch.baddbmm(self.gate_bias.unsqueeze(1), x_NSD, self.gate))
-        active_NSH = gate_NSH * torch.baddbmm(self.b1.unsqueeze(1), x_NSD, self.w1)
-        return torch.baddbmm(self.b2.unsqueeze(1), active_NSH, self.w2.transpose(1, 2))
+        hidden_NSH = gate_NSH * torch.baddbmm(self.b1.unsqueeze(1), x_NSD, self.w1)
+        active_NSH = F.dropout(hidden_NSH, self.dropout, self.training)
+        y_NSD = torch.baddbmm(self.b2.unsqueeze(1), active_NSH, self.w2.transpose(1, 2))
+        return F.dropout(y_NSD, self.dropout, self.training)
 
     def extra_repr(self) -> str:
         return f"{self.dim}, hidden_dim={self.hidden_dim}, num_experts={self.num_experts}"

@@ -223,6 +223,16 @@ def test_activations_are_told_apart():
     assert read_mlp(randomize(swiglu()), "x").activation == "silu"
 
 
+@pytest.mark.parametrize("make", [mlp, swiglu])
+def test_experts_drop_out_as_their_mlp_does(make):
+    """In training and only there, gated or not."""
+    module = nn.Sequential(randomize(make()), nn.Dropout(0.25))
+    with torch.no_grad():
+        experts, x_NSD = read_mlp(module, "x").copies(2), torch.randn(2, 400, 16, dtype=torch.float64)
+    assert (experts.double()(x_NSD) == 0).double().mean().item() == pytest.approx(0.25, abs=0.03)
+    assert not (experts.eval()(x_NSD) == 0).any()
+
+
 def test_public_name():
     """softmoe.upcycle_."""
     assert softmoe.upcycle_ is upcycle_
