@@ -9,6 +9,7 @@ reported, and the others go on.
 """
 
 import multiprocessing
+import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
@@ -251,17 +252,22 @@ def execute_together(pending: list[Job], store: Store, jobs: int) -> Iterator[tu
 
 def own_worker(places) -> None:
     """Make a worker's process its own: one CPU thread, one GPU. It saves its run and ends if the study is killed."""
-    import os
-
     import torch
 
     place = places.get()
     torch.set_num_threads(1)
     count = torch.cuda.device_count()
     if count:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(place % count)
+        os.environ["CUDA_VISIBLE_DEVICES"] = own_gpu(place, count)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     end_with_parent()
+
+
+def own_gpu(place: int, count: int) -> str:
+    """Return the name of a worker's GPU, one of the user's CUDA_VISIBLE_DEVICES, of which the first `count` work."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = given.split(",") if given else [str(number) for number in range(count)]
+    return names[place % count].strip()
 
 
 def write_results(folder: Path, table: Table) -> Path:

@@ -13,7 +13,7 @@ import pytest
 from softmoe.cli import main
 from softmoe.studies import LabOptions, Study
 from softmoe.studies.catalog import ablations
-from softmoe.studies.driver import Store, duration, estimate, run_study, unfinished
+from softmoe.studies.driver import Store, duration, estimate, own_gpu, run_study, unfinished
 from softmoe.studies.jobs import Job, Stopped, Training, key_of
 from softmoe.studies.lab import Cell, Lab, make_lab
 from softmoe.train import loop
@@ -130,6 +130,18 @@ def few() -> ModuleType:
 
     module.cells = cells  # type: ignore[attr-defined]
     return module
+
+
+@pytest.mark.parametrize(
+    ("given", "count", "names"),
+    [(None, 2, ["0", "1", "0"]), ("2,3", 2, ["2", "3", "2"]), ("GPU-a, GPU-b,-1,1", 2, ["GPU-a", "GPU-b", "GPU-a"])],
+)
+def test_workers_take_the_gpus_that_the_user_left(given, count, names, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs go round over CUDA_VISIBLE_DEVICES as it was given, by number or by name."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    assert [own_gpu(place, count) for place in range(3)] == names
 
 
 def test_a_signal_in_training_stops_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
