@@ -22,6 +22,7 @@ What remains to be chosen is l2:
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -75,13 +76,18 @@ class Ridge:
         """Return (n, C): what the solution without example i says of example i (standardized as with it)."""
         Q, inverse_r = self.vectors, self._inverse(l2)
         if _tall(self.Z_nD):  # I - H in place of l2 G: the factor cancels
-            A_nD = self.Z_nD @ Q
+            A_nD = self._rotated
             residuals_nC = self.Y_nC - A_nD @ (inverse_r[:, None] * (A_nD.T @ self.Y_nC))
             share_n = 1.0 - (A_nD**2) @ inverse_r
         else:
             residuals_nC = Q @ (inverse_r[:, None] * (Q.T @ self.Y_nC))
             share_n = (Q**2) @ inverse_r
         return self.Y_nC - residuals_nC / np.maximum(share_n, np.finfo(np.float64).tiny)[:, None]
+
+    @cached_property
+    def _rotated(self) -> np.ndarray:
+        """Return the examples (n, D) in the directions of the eigenvectors of Z'Z, which are the same for every l2."""
+        return self.Z_nD @ self.vectors
 
     def _standardized(self, x_tD: np.ndarray) -> np.ndarray:
         return _with_bias((np.asarray(x_tD, dtype=np.float64) - self.mean_D) / self.std_D)

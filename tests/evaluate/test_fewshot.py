@@ -80,6 +80,15 @@ def test_leave_one_out_equals_the_loop(rows, dim, l2):
     assert np.allclose(ridge.left_out(l2), loop, rtol=1e-5, atol=1e-6)
 
 
+def test_one_product_serves_every_penalty():
+    """With many examples their product with the eigenvectors is made once: later penalties do not read them again."""
+    train = blobs(10, 3, 5, 0)
+    ridge = Ridge.fit(train.vectors, train.labels, 3)
+    expected = ridge.left_out(2.0)
+    ridge.Z_nD.fill(np.nan)
+    assert np.array_equal(ridge.left_out(2.0), expected)
+
+
 def test_scores_in_chunks(monkeypatch):
     """Test features are handled in parts; the result is that of one product."""
     monkeypatch.setattr(import_module("softmoe.evaluate.ridge"), "_CHUNK", 7)
