@@ -96,7 +96,7 @@ class OverFeatures(OverImages):
     """Say how features are computed, and if they are kept for the next time."""
 
     cache: bool = True
-    """Do not keep the features in $SOFTMOE_CACHE (or ~/.cache/softmoe)."""
+    """Whether features are kept in $SOFTMOE_CACHE (or ~/.cache/softmoe); with --no-cache they are not."""
 
     def feature_options(self, progress: Progress | None) -> dict:
         """Return arguments for `extract`."""

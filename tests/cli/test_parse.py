@@ -28,7 +28,7 @@ class Toy:
     _: KW_ONLY
     image_size: int | tuple[int, int] | None = None
     cache: bool = True
-    """Keep nothing."""
+    """Whether anything is kept."""
     loud: bool = False
     labels: str | Path | None = None
     shots: tuple[int, ...] = (1, 5)
@@ -60,6 +60,15 @@ def test_help_names_what_is_needed(command: str, words: str, capsys: pytest.Capt
         assert main([command, "--help"]) == 0
     usage = capsys.readouterr().out.split("\n\n")[0]
     assert words in " ".join(usage.split())
+
+
+def test_the_help_of_no_cache_is_true(capsys: pytest.CaptureFixture[str]):
+    """The sentence speaks of the field, whose default is shown, and says what the flag does."""
+    with contextlib.suppress(SystemExit):
+        main(["fewshot", "--help"])
+    words = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "--no-cache Whether features are kept in" in words
+    assert "with --no-cache they are not. (default: True)" in words
 
 
 def test_functions_take_the_fields_of_their_command(tmp_path: Path):
