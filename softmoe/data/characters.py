@@ -206,7 +206,7 @@ class Scenes:
 def compose(
     glyphs: Glyphs, labels: np.ndarray, others: np.ndarray, faces: int, scene: str, key: int, indices: np.ndarray
 ) -> Scenes:
-    """Scenes for classes (B,), drawn from (key, index) alone; `others` are the classes companions are taken from."""
+    """Draw scenes for classes (B,) from (key, index) alone; `others` are the classes companions are taken from."""
     dice = Dice(uniforms(key, indices, _DRAWS))
     paper = dice.pick(len(PAPERS))
     radius = dice.span(*RADII[scene])

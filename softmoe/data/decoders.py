@@ -124,7 +124,10 @@ class _Decoder:
 
 
 def _decode_requests(pipe: Connection, read: Read, seconds: float) -> None:
-    """A child's life: a body in, pixels or a sentence out. The alarm ends it if nobody is left who could."""
+    """Serve the parent from a child process: answer each body with the pixels of its image, or a sentence.
+
+    The alarm ends the child if nobody is left who could.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libtiff and the form's parser would let strangers fill the log
     if sys.platform == "linux":  # macOS refuses this limit; the size in pixels and the time are bounded there too

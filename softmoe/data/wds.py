@@ -1,7 +1,7 @@
 """The source wds:PATTERN: WebDataset shards, tars in which KEY.jpg, KEY.cls, KEY.txt, ... are parts of one example.
 
-    wds:data/{split}-{000..010}.tar      {split} becomes train, val, ...; {000..010} and {a,b} expand as in a
-    shell wds:data/{split}/*.tar.gz            * as in a shell; .gz shards are unpacked once into the cache
+    wds:data/{split}-{000..010}.tar      {split} becomes train, val, ...; {000..010} and {a,b} expand as in a shell
+    wds:data/{split}/*.tar.gz            * as in a shell; .gz shards are unpacked once into the cache
 
 Shards may lie at any address that fsspec knows (wds:s3://bucket/{split}-{000..010}.tar, gs://, https://); each is
 copied once into the cache ($SOFTMOE_CACHE).

@@ -232,7 +232,7 @@ def class_ranks(image_nE: Tensor, labels: Tensor, class_CE: Tensor) -> Tensor:
 
 
 def class_names(source: Source, file: str | Path | None) -> tuple[str, ...]:
-    """Canonical names in the order of the labels. ValueError where two classes have the same."""
+    """Return the classes' canonical names in the order of the labels. ValueError where two have the same."""
     given = list(source.classes) if file is None else read_names(file, source.classes)
     names = [canonical(name) for name in given]
     seen: dict[str, int] = {}
@@ -270,7 +270,7 @@ def read_names(file: str | Path, classes: Sequence[str]) -> list[str]:
 
 
 def check_templates(templates: Sequence[str]) -> tuple[str, ...]:
-    """Canonical templates. ValueError for one without a place for the name."""
+    """Return the templates in canonical form. ValueError for one without a place for the name."""
     if not templates:
         raise ValueError("give at least one template, such as 'a photo of a {}'")
     for template in templates:

@@ -186,7 +186,7 @@ def pack_table(table: WeightTable) -> dict[str, Any]:
 
 
 def safe_json(value: Any) -> str:
-    """JSON that may stand inside a script element: no "<", so nothing in it can end the element."""
+    """Return JSON that may stand inside a script element: it has no "<", so nothing in it can end the element."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 

@@ -16,7 +16,7 @@ CUBIC = tl.constexpr(0.044715)
 
 @triton.jit
 def tanh_of_gelu(x):
-    """tanh(sqrt(2/pi) (x + 0.044715 x^3)), as 1 - 2 / (e^2u + 1): right at both ends, where e^2u is 0 or infinite."""
+    """Return tanh u of u = sqrt(2/pi) (x + 0.044715 x^3), as 1 - 2 / (e^2u + 1): right where e^2u is 0 or infinite."""
     u = ROOT_2_OVER_PI * (x + CUBIC * x * x * x)
     return 1.0 - 2.0 / (tl.exp(2.0 * u) + 1.0)
 
@@ -28,7 +28,7 @@ def product_kernel(
     EPILOGUE: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """p = a[n] b[n], then by EPILOGUE; `out`, `before` and `active` are (N, S, J), the bias is (N, J).
+    """Compute p = a[n] b[n], then what EPILOGUE says; `out`, `before` and `active` are (N, S, J), the bias is (N, J).
 
     "bias"      out = p + bias
     "gelu"      out = gelu(p + bias); if KEEP also before = p + bias
