@@ -302,6 +302,6 @@ def to_rgb(image: Image.Image) -> np.ndarray:
 def _scale_gray(values: np.ndarray) -> np.ndarray:
     """Scale grays to 0..255 by their largest value (1.0, 8 or 16 bits), since Pillow does not tell the range."""
     top = values.max(initial=0.0)
-    span = 255.0 if 1.0 < top <= 255.0 else 1.0 if top <= 1.0 and values.dtype.kind == "f" else 65535.0
+    span = 255.0 if 1.0 < top <= 255.0 else 1.0 if top <= 1.0 else 65535.0
     values *= 255.0 / span
     return np.clip(values, 0, 255, out=values)
