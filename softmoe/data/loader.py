@@ -61,7 +61,6 @@ class Loader:
             raise ValueError("mixup and cutmix blend labels, but this source has none; set both to 0.")
         _check_workers(workers, prefetch)
         self.source, self.workers, self.prefetch, self.max_broken = source, workers, prefetch, max_broken
-        self.steps_per_epoch = -(-len(source) // batch_size)
         self.broken: dict[str, str] = {}  # name -> reason, of all unreadable images met so far
         self._seen = 0
         self._batches = TrainBatches(source, transform, batch_size, seed, world, rank, captions, raw)
