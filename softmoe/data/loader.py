@@ -50,7 +50,7 @@ class Loader:
         rank: int = 0,
         workers: int = 0,
         prefetch: int = 2,
-        max_broken: float = 0.01,
+        max_broken: float = 0.05,
         captions: bool = True,
         raw: bool = False,
     ):

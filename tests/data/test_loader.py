@@ -22,6 +22,7 @@ from softmoe.data import (
     open_source,
 )
 from softmoe.evaluate.inputs import Relabeled, Subset
+from softmoe.train.config import DataSection
 
 SMALL = TransformConfig(32, "pad_crop")
 
@@ -214,6 +215,11 @@ def test_broken_images_are_replaced(workers, caplog):
     assert all(len(b) == 5 and 4 not in b.indices for b in batches)
     for a, b in zip(batches, islice(Loader(Few(broken=(4,)), PLAIN, 5, max_broken=0.2).batches(), 6), strict=True):
         _same(a, b)
+
+
+def test_the_allowed_share_is_that_of_a_run():
+    """A Loader made by hand allows as many broken images as one that training makes."""
+    assert Loader(Few(), PLAIN, 5).max_broken == DataSection().max_broken
 
 
 def test_too_many_broken():
