@@ -255,9 +255,9 @@ def moe_layers(model: nn.Module) -> list[MoE]:
 def check_model(model: nn.Module, sizes: Layout) -> None:
     """Raise ValueError, before anything is changed, for experts that cannot be shared out on these ranks."""
     sizes.check()
+    if sizes.expert == 1:
+        return
     for layer in moe_layers(model):
-        if sizes.expert == 1:
-            return
         if not isinstance(layer.experts, Experts):
             raise ValueError(f"only softmoe.moe.Experts can be owned by ranks, got {type(layer.experts).__name__}")
         sizes.check_experts(layer.experts.num_experts, layer.experts.dim, layer.experts.hidden_dim)
