@@ -25,7 +25,7 @@ from softmoe.moe.record import evaluating
 from softmoe.storage import Preprocessing, load_saved, open_saved, save_pretrained
 from softmoe.storage.adapters import dense_name
 from softmoe.transfer import Upcycle, UpcycleOptions
-from softmoe.transfer.upcycling_routers import WAYS, fit_routers, layers
+from softmoe.transfer.upcycling_routers import WAYS, fit_routers, mlp_of
 
 INITS = ("beside", "copy", *WAYS, "closest")
 NARROW = 16  # experts beside an MLP have this part of its hidden width
@@ -240,7 +240,7 @@ def copy_model(dense: VisionTransformer, config: Any) -> VisionTransformer:
     names = {name: dense_name(name) for name in model.state_dict()}
     model.load_state_dict({name: old[theirs] for name, theirs in names.items() if theirs in old}, strict=False)
     for index in config.moe_blocks:
-        layer, mlp = layers(model, index), layers(dense, index)
+        layer, mlp = mlp_of(model, index), mlp_of(dense, index)
         if isinstance(layer, ExpertsBeside):
             continue
         assert isinstance(layer, MoE)
@@ -259,7 +259,7 @@ def copy_model(dense: VisionTransformer, config: Any) -> VisionTransformer:
 
 def add_noise(model: VisionTransformer, noise: float) -> None:
     for index in model.config.moe_blocks:
-        for parameter in layers(model, index).experts.parameters():  # pyright: ignore
+        for parameter in mlp_of(model, index).experts.parameters():  # pyright: ignore
             deviation = parameter[0].std(correction=0)
             parameter.add_(torch.randn_like(parameter) * (noise * deviation))
 
@@ -267,7 +267,7 @@ def add_noise(model: VisionTransformer, noise: float) -> None:
 def draw_anew(model: VisionTransformer, share: float) -> None:
     """Draw this share of each expert's hidden units anew, others for each expert, as large as the old ones."""
     for index in model.config.moe_blocks:
-        experts = layers(model, index).experts
+        experts = mlp_of(model, index).experts
         assert isinstance(experts, Experts)
         drawn_NH = torch.rand_like(experts.b1).argsort(1) < round(share * experts.hidden_dim)
         for weight_NDH in (experts.w1, experts.w2):

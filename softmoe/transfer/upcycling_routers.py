@@ -45,7 +45,7 @@ def fit_routers(
         assert isinstance(block, Block)
         if isinstance(block.mlp, MoE) and can_start_near(block.mlp.router):
             report(f"block {index}: setting the router on {len(images)} images")
-            init_router(block.mlp, layers(dense, index), block.norm2(block.attend(x_BMD)), init)
+            init_router(block.mlp, mlp_of(dense, index), block.norm2(block.attend(x_BMD)), init)
         x_BMD = block(x_BMD, None, grid)
 
 
@@ -60,7 +60,7 @@ def encoder_input(model: VisionTransformer, images: Tensor) -> Tensor:
     return caught[0]
 
 
-def layers(model: VisionTransformer, index: int) -> MoE | MLP:
+def mlp_of(model: VisionTransformer, index: int) -> MoE | MLP:
     block = model.encoder.blocks[index]
     assert isinstance(block, Block)
     assert isinstance(block.mlp, MoE | MLP)
