@@ -164,9 +164,8 @@ def unpacked(path: Path) -> Path:
     if path.suffix not in (".gz", ".tgz"):
         return path
     status = path.stat()
-    key = hashlib.blake2b(
-        f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}".encode(), digest_size=8
-    ).hexdigest()
+    original = f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}"
+    key = hashlib.blake2b(original.encode(errors="surrogateescape"), digest_size=8).hexdigest()
     stem = path.stem if path.suffix == ".gz" else path.stem + ".tar"
     target = cache_folder() / f"{key}-{stem}"
     if target.exists():

@@ -6,8 +6,9 @@ import pytest
 import torch
 from routers import moe_of
 
+from softmoe.accelerate import buffers
 from softmoe.budget import blocks_to_recompute, cost, memory
-from softmoe.budget.memory import WAITING, activation_memory, block_bytes
+from softmoe.budget.memory import MAX_IN_FLIGHT, WAITING, activation_memory, block_bytes
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
 from softmoe.moe.routing import ROUTERS
 from softmoe.storage.checkpoint import optimizer_tensors
@@ -151,3 +152,8 @@ def test_mistakes() -> None:
         memory(BASE, 0)
     with pytest.raises(ValueError, match="unknown optimizer 'lion', expected one of: adamw"):
         memory(BASE, 1, optimizer="lion")
+
+
+def test_the_limits_of_updates_in_the_backward_pass():
+    """The formulas count with the limits that the buffers of gradients keep."""
+    assert (MAX_IN_FLIGHT, WAITING) == (buffers.MAX_IN_FLIGHT, buffers.WAITING)
