@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from softmoe.accelerate.build import Kernel, call
 from softmoe.accelerate.guards import LANES, Off, backward_is_plain, has_no_hooks, kernel_applies, swap_class
-from softmoe.models.transformer import Attention
+from softmoe.models.transformer import Attention, XavierLinear
 
 WIDEST = 256
 
@@ -46,7 +46,8 @@ class CompiledAttention(Attention):
 def kernel_supports(layer: Attention, x_BMD: Tensor, mask_BM: Tensor | None) -> bool:
     """True if the compiled code may replace the layers: plain ones without hooks, and a mask of tokens."""
     qkv, norms = layer.qkv, (layer.query_norm, layer.key_norm)
-    if (layer.dropout and layer.training) or not has_no_hooks(qkv, nn.Linear) or qkv.bias is None:
+    plain = has_no_hooks(qkv, XavierLinear) or has_no_hooks(qkv, nn.Linear)
+    if (layer.dropout and layer.training) or not plain or qkv.bias is None:
         return False
     width = qkv.out_features // (3 * layer.heads)
     return (

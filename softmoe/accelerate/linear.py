@@ -14,18 +14,19 @@ from torch.nn import functional as F
 from softmoe.accelerate.build import turned_off
 from softmoe.accelerate.guards import Off, backward_is_plain, kernel_applies, swap_class
 from softmoe.machine import is_amd_avx512
+from softmoe.models.transformer import XavierLinear
 
 
 def switch_on(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
     if not use_onednn():
         raise Off("not an AMD processor with AVX-512, or this torch has no such product")
-    if not (count := swap_class(model, nn.Linear, OneDNNLinear)):
+    if not (count := sum(swap_class(model, kind.plain_class, kind) for kind in (OneDNNLinear, OneDNNXavierLinear))):
         raise Off("no linear layer in this model")
     return f"{count} layers"
 
 
 class OneDNNLinear(nn.Linear):
-    plain_class = nn.Linear
+    plain_class: type[nn.Linear] = nn.Linear
 
     def forward(self, input: Tensor) -> Tensor:
         times = max(1, self.out_features // self.in_features)
@@ -36,6 +37,10 @@ class OneDNNLinear(nn.Linear):
     def without_bias(self, input: Tensor) -> Tensor:
         """Return the product without the bias. The caller has checked that a kernel applies to the input."""
         return linear(input, self.weight, None) if use_onednn() else F.linear(input, self.weight)
+
+
+class OneDNNXavierLinear(OneDNNLinear, XavierLinear):
+    plain_class = XavierLinear
 
 
 @torch.library.custom_op("softmoe::onednn_linear", mutates_args=(), device_types="cpu")

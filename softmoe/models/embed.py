@@ -10,6 +10,24 @@ from torch.nn import functional as F
 from softmoe.moe.experts import lecun_normal_, normal_
 
 
+class PatchConv(nn.Conv2d):
+    """A convolution whose windows do not overlap. It draws its weights itself, as XavierLinear does."""
+
+    built = False
+
+    def __init__(self, patch_size: int, dim: int):
+        super().__init__(3, dim, kernel_size=patch_size, stride=patch_size)
+        self.built = True
+
+    def reset_parameters(self) -> None:
+        if not self.built:
+            super().reset_parameters()
+            return
+        lecun_normal_(self.weight, fan_in=self.weight[0].numel())
+        assert self.bias is not None
+        nn.init.zeros_(self.bias)
+
+
 class PatchEmbed(nn.Module):
     """Projects each patch to a token, row by row, (B, 3, height, width) -> (B, M, D).
 
@@ -19,13 +37,11 @@ class PatchEmbed(nn.Module):
     def __init__(self, patch_size: int, dim: int):
         super().__init__()
         self.patch_size = patch_size
-        self.proj = nn.Conv2d(3, dim, kernel_size=patch_size, stride=patch_size)
+        self.proj = PatchConv(patch_size, dim)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        lecun_normal_(self.proj.weight, fan_in=3 * self.patch_size**2)
-        assert self.proj.bias is not None
-        nn.init.zeros_(self.proj.bias)
+        self.proj.reset_parameters()
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         rows, columns = height // self.patch_size, width // self.patch_size

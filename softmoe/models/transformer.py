@@ -17,6 +17,31 @@ NORM_EPS = 1e-6
 LAYER_SCALE = 1e-5  # at the start, so that a fresh block is nearly the identity (CaiT, DINOv2)
 
 
+class XavierLinear(nn.Linear):
+    """A linear layer that draws its weights with the fans it is told and its bias with `bias_std`, whoever resets it.
+
+    Its owner resets it once all its parts are built. Before, the weights are torch's own draw, so that a seed gives
+    the numbers that it gives with plain linear layers.
+    """
+
+    built = False
+
+    def __init__(self, dim: int, out_dim: int, *, fan_out: int, bias_std: float = 0.0):
+        super().__init__(dim, out_dim)
+        self.fan_out, self.bias_std = fan_out, bias_std
+        self.built = True
+
+    def reset_parameters(self) -> None:
+        if not self.built:
+            super().reset_parameters()
+            return
+        xavier_uniform_(self.weight, self.in_features, self.fan_out)
+        if self.bias_std:
+            normal_(self.bias, std=self.bias_std)
+        else:
+            nn.init.zeros_(self.bias)
+
+
 class Attention(nn.Module):
     """Multi-head self-attention. Queries and keys are normalized per head (scale only), which keeps training stable."""
 
@@ -28,18 +53,16 @@ class Attention(nn.Module):
             raise ValueError(f"attention dropout must be in [0, 1), got {dropout}")
         self.heads = heads
         self.dropout = dropout
-        self.qkv = nn.Linear(dim, 3 * dim)
-        self.out = nn.Linear(dim, dim)
+        self.qkv = XavierLinear(dim, 3 * dim, fan_out=dim)  # each of q, k, v is a D x D matrix of its own
+        self.out = XavierLinear(dim, dim, fan_out=dim)
         head_dim = dim // heads
         self.query_norm = nn.LayerNorm(head_dim, eps=NORM_EPS, bias=False) if qk_norm else nn.Identity()
         self.key_norm = nn.LayerNorm(head_dim, eps=NORM_EPS, bias=False) if qk_norm else nn.Identity()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        dim = self.out.in_features
-        for linear in (self.qkv, self.out):  # each of q, k, v is a D x D matrix of its own
-            xavier_uniform_(linear.weight, dim, dim)
-            nn.init.zeros_(linear.bias)
+        self.qkv.reset_parameters()
+        self.out.reset_parameters()
 
     def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> Tensor:
         query, key, value = (part.unflatten(2, (self.heads, -1)) for part in self.qkv(x_BMD).chunk(3, dim=2))
@@ -57,17 +80,16 @@ class MLP(nn.Module):
 
     def __init__(self, dim: int, hidden_dim: int, *, dropout: float = 0.0, activation: str = "gelu_tanh"):
         super().__init__()
-        self.fc1 = nn.Linear(dim, hidden_dim)
-        self.fc2 = nn.Linear(hidden_dim, dim)
+        self.fc1 = XavierLinear(dim, hidden_dim, fan_out=hidden_dim, bias_std=1e-6)
+        self.fc2 = XavierLinear(hidden_dim, dim, fan_out=dim, bias_std=1e-6)
         self.dropout = nn.Dropout(dropout)
         self.activation = activation
         self.gelu = make_gelu(activation)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for linear in (self.fc1, self.fc2):
-            xavier_uniform_(linear.weight, linear.in_features, linear.out_features)
-            normal_(linear.bias, std=1e-6)
+        self.fc1.reset_parameters()
+        self.fc2.reset_parameters()
 
     def forward(self, x_BMD: Tensor) -> Tensor:
         hidden = self.dropout(self.gelu(self.fc1(x_BMD)))
@@ -142,9 +164,15 @@ class Block(nn.Module):
         self.drop_path = DropPath(drop_path)
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
         self.mlp = mlp
-        self.scale1 = nn.Parameter(torch.full((dim,), LAYER_SCALE)) if layer_scale else None
-        self.scale2 = nn.Parameter(torch.full((dim,), LAYER_SCALE)) if layer_scale else None
+        self.scale1 = nn.Parameter(torch.empty(dim)) if layer_scale else None
+        self.scale2 = nn.Parameter(torch.empty(dim)) if layer_scale else None
         self.merger = merger
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for scale in (self.scale1, self.scale2):
+            if scale is not None:
+                nn.init.constant_(scale, LAYER_SCALE)
 
     def forward(self, x_BMD: Tensor, mask: Tensor | None = None, grid: tuple[int, int] | None = None) -> Tensor:
         x_BMD = self.attend(x_BMD, mask)

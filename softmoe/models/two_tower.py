@@ -32,11 +32,16 @@ class TextTransformer(nn.Module):
         self.config = config
         D = config.width
         self.embed = TokenEmbed(config.vocab_size, D)
-        self.class_token = nn.Parameter(torch.zeros(1, 1, D)) if config.pool == "class" else None
+        self.class_token = nn.Parameter(torch.empty(1, 1, D)) if config.pool == "class" else None
         self.positions = TextPositions(config.tokens, D)
         self.encoder = make_encoder(config)
         self.pool = make_pool(config)
         self.projection = Projection(D, out_dim)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.class_token is not None:
+            nn.init.zeros_(self.class_token)
 
     def forward(self, tokens_BM: Tensor) -> Tensor:
         self.check_tokens(tokens_BM)

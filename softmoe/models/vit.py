@@ -30,7 +30,7 @@ class VisionTransformer(TimmInterface, HubInterface):
         D = config.width
         self.embed = PatchEmbed(config.patch_size, D)
         grid = self.embed.grid(*config.image_shape)
-        self.class_token = nn.Parameter(torch.zeros(1, 1, D)) if config.pool == "class" else None
+        self.class_token = nn.Parameter(torch.empty(1, 1, D)) if config.pool == "class" else None
         self.registers = nn.Parameter(torch.empty(1, config.registers, D)) if config.registers else None
         kinds = {"learned": LearnedPositions, "sincos": SinCosPositions}
         self.positions = None if config.positions == "none" else kinds[config.positions](grid, D, config.prefix)
@@ -43,6 +43,9 @@ class VisionTransformer(TimmInterface, HubInterface):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Set the parameters that belong to no part of the model; each part resets its own."""
+        if self.class_token is not None:
+            nn.init.zeros_(self.class_token)
         if self.registers is not None:
             normal_(self.registers, std=0.02)
 

@@ -70,6 +70,9 @@ class Experts(nn.Module):
     (exact) or quick_gelu (CLIP).
     """
 
+    zero_output = False
+    """Start with an output matrix and bias of zero: a layer may set this (ExpertsBeside does)."""
+
     def __init__(
         self,
         dim: int,
@@ -105,6 +108,9 @@ class Experts(nn.Module):
                 normal_(bias[drawn], std=1e-6)
                 if self.identical_init:
                     weight[1:], bias[1:] = weight[:1], bias[:1]
+        if self.zero_output:
+            nn.init.zeros_(self.w2)
+            nn.init.zeros_(self.b2)
 
     def forward(self, x_NSD: Tensor) -> Tensor:
         check_slots(x_NSD, self.num_experts, self.dim)

@@ -99,6 +99,7 @@ class ExpertsBeside(MoE):
     def __init__(self, mlp: nn.Module, router: Router, experts: Experts):
         nn.init.zeros_(experts.w2)
         nn.init.zeros_(experts.b2)
+        experts.zero_output = True  # also when they are reset, before or after this layer
         super().__init__(router, experts)
         self.mlp = mlp
 

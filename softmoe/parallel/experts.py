@@ -39,7 +39,7 @@ class OwnedExperts(Experts):
         nn.Module.__init__(self)
         self.dim, self.hidden_dim, self.num_experts = whole.dim, whole.hidden_dim, whole.num_experts
         self.dropout, self.activation, self.identical_init = whole.dropout, whole.activation, whole.identical_init
-        self.gelu = whole.gelu
+        self.gelu, self.zero_output = whole.gelu, whole.zero_output
         self.mesh = mesh
         self.ranks = mesh.size()
         assert self.num_experts % self.ranks == 0

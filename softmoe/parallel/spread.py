@@ -31,7 +31,7 @@ from softmoe.accelerate.torch_private import set_timeout
 from softmoe.budget.plan import Layout
 from softmoe.models import TwoTower, VisionTransformer, ViTConfig
 from softmoe.models.transformer import Block
-from softmoe.moe import Experts, ExpertsBeside, MoE, SparseConfig
+from softmoe.moe import Experts, MoE, SparseConfig
 from softmoe.parallel.experts import OwnedExperts, draw_part
 from softmoe.parallel.reduce import is_spread, local, mean_over_ranks
 
@@ -103,7 +103,7 @@ def building(mesh: Mesh, **options: Any) -> Iterator[None]:
     def keep_mine(layer: nn.Module, name: str, part: nn.Module | None) -> nn.Module | None:
         if isinstance(layer, MoE) and type(part) is Experts:
             drawn = part.__dict__.pop("drawn")
-            if isinstance(layer, ExpertsBeside):  # whose constructor sets these parameters to zero
+            if part.zero_output:
                 drawn["w2"].zero_()
                 drawn["b2"].zero_()
             part = OwnedExperts(part, mesh.experts["expert"]) if owns else part

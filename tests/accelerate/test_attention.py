@@ -100,6 +100,15 @@ def test_outputs_and_gradients(passes: list[str], tokens: int, width: int, qk_no
 
 
 @needs_compiler
+def test_attention_as_a_model_builds_it(passes: list[str]) -> None:
+    """Its linear layers, which draw themselves, are plain ones to the compiled pass."""
+    layer = Attention(32, 2)
+    module.switch_on(layer)
+    layer(torch.randn(2, 5, 32)).sum().backward()
+    assert passes == BOTH
+
+
+@needs_compiler
 def test_the_number_of_threads_changes_no_bit(passes: list[str]) -> None:
     x, of = torch.randn(3, 20, 24), layers(3, 32)
     results = []
