@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from softmoe.moe.routing import Router
+from softmoe.moe.routing import Router, routing_dtype
 from softmoe.moe.soft import DenseRouting, SoftConfig, SoftRouter
 
 Grid = tuple[int, int]
@@ -92,13 +92,14 @@ class Place(nn.Module):
         prefix = tokens - rows * columns
         if prefix < 0:
             raise ValueError(f"a grid of {rows} x {columns} has {rows * columns} cells, but there are {tokens} tokens")
+        center_NP2, log_width_NP = (p.to(routing_dtype(p.dtype)) for p in (self.center, self.log_width))
         y, x = (
-            (torch.arange(count, dtype=self.center.dtype, device=self.center.device) + 0.5) / count
+            (torch.arange(count, dtype=center_NP2.dtype, device=center_NP2.device) + 0.5) / count
             for count in (rows, columns)
         )
         place_M2 = torch.stack(torch.meshgrid(y, x, indexing="ij"), dim=-1).reshape(-1, 2)
-        apart_MNP = (place_M2[:, None, None] - self.center).square().sum(-1)
-        bias_MNP = -apart_MNP * torch.exp(-2 * self.log_width)
+        apart_MNP = (place_M2[:, None, None] - center_NP2).square().sum(-1)
+        bias_MNP = -apart_MNP * torch.exp(-2 * log_width_NP)
         if not prefix:
             return bias_MNP
         mean_1NP = bias_MNP.logsumexp(0, keepdim=True) - math.log(rows * columns)

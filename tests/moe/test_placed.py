@@ -78,6 +78,17 @@ def test_the_start_is_an_even_grid():
     torch.testing.assert_close(bias_MS[4, 0], torch.tensor(-4.0))
 
 
+def test_places_are_computed_in_float32_at_least():
+    """A model in half precision has the logits of its own parameters, as the Soft router's are."""
+    half = PlacedRouter(8, 4, 4).bfloat16()
+    wide = PlacedRouter(8, 4, 4)
+    wide.load_state_dict(half.state_dict())
+    x = torch.randn(2, 196, 8, dtype=torch.bfloat16)
+    assert torch.equal(half.place((14, 14), 197), wide.place((14, 14), 197))
+    found, expected = half(x, None, (14, 14)), wide(x.float(), None, (14, 14))
+    assert torch.equal(found.dispatch_weights, expected.dispatch_weights)
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 16, 36, 50, 64])
 def test_centers_cover_the_square(count):
     """Any number of slots: all different, all inside, with the middle of the picture as their mean."""
