@@ -179,7 +179,7 @@ def unit(x_BE: Tensor) -> Tensor:
 
 
 def features_dim(config: TwoTowerConfig) -> int:
-    return config.image.representation_size or config.image.width
+    return config.image.head_width
 
 
 def check_towers(config: TwoTowerConfig) -> None:

@@ -2,11 +2,12 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from two_towers import save, shape, tokenizer, two_towers
+from two_towers import IMAGE, save, shape, tokenizer, two_towers
 
 import softmoe
 from softmoe.models import TwoTower, VisionTransformer
@@ -48,6 +49,15 @@ def test_features_stand_for_images(embed_dim):
     found = model.embed_images(model.image(IMAGES))
     torch.testing.assert_close(found, model.embed_images(IMAGES))
     assert found.shape == (3, embed_dim or 16)
+
+
+@pytest.mark.parametrize("changes", [{"head_blocks": (0, 1)}, {"representation_size": 8}])
+@pytest.mark.parametrize("embed_dim", [None, 24])
+def test_the_width_of_the_image_towers_features(embed_dim, changes):
+    """Texts are as wide as images, also where the image tower gives several blocks or a narrower vector."""
+    image = replace(IMAGE, **changes)
+    found = two_towers(image=image, embed_dim=embed_dim)(IMAGES, TOKENS)
+    assert found.image.shape == found.text.shape == (3, embed_dim or image.head_width)
 
 
 def test_unit_is_the_references():
