@@ -106,6 +106,13 @@ def test_saved_and_loaded(tmp_path):
     assert "400 tokens" in card or "tokens |" in card
 
 
+@pytest.mark.parametrize(("embed_dim", "width"), [(None, 8), (24, 24)])
+def test_the_card_tells_the_true_width(tmp_path, embed_dim, width):
+    """That of the vectors, which a tanh layer in the image tower makes narrower than its tokens."""
+    folder = save(tmp_path / "model", image=replace(IMAGE, representation_size=8), embed_dim=embed_dim)
+    assert f"vectors of {width} numbers" in (folder / "README.md").read_text()
+
+
 def test_methods_of_the_hub(tmp_path, monkeypatch):
     """They save both towers with a tokenizer, load both in evaluation mode, and put them on the Hub whole."""
     model, sent = two_towers(embed_dim=8), []
