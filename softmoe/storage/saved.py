@@ -11,14 +11,14 @@ A training checkpoint (runs/NAME/checkpoints/step_...) is read as well; its fact
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 from softmoe.machine import home_path
 from softmoe.models.config import MoEConfig, TextConfig, TwoTowerConfig, ViTConfig, option_names, without_unused_options
-from softmoe.moe.routing import ROUTERS
+from softmoe.moe.routing import ROUTERS, RouterConfig
 from softmoe.storage import hub
 from softmoe.storage.checkpoint import check_file, read_manifest
 from softmoe.storage.files import FileFacts, check_keys, check_names, convert, follow_link, read_bytes, read_json
@@ -92,12 +92,26 @@ class SavedModel:
     @property
     def fingerprint(self) -> str:
         """Return a hash of architecture and weights: equal for equal models, wherever they lie."""
-        facts = {"architecture": self.architecture.to_dict(), "files": self.hashes()}
+        facts = {"architecture": without_defaults(self.architecture), "files": self.hashes()}
         return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=12).hexdigest()
 
     def hashes(self) -> dict[str, str]:
         """Return the SHA-256 of each weight file."""
         return {name: facts.sha256 for name, facts in self.files.items()}
+
+
+def without_defaults(config: Any) -> dict[str, Any]:
+    """Return the settings of a config and of those in it that are not defaults, and the names of routers.
+
+    What is left out here is left out of a fingerprint: one that adapters were saved with still holds when a later
+    softmoe adds settings, whose defaults are what models did before.
+    """
+    found: dict[str, Any] = {"name": config.name} if isinstance(config, RouterConfig) else {}
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if value != f.default:
+            found[f.name] = without_defaults(value) if is_dataclass(value) else value
+    return found
 
 
 def open_saved(where: str | Path) -> SavedModel:

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from saved_models import NAMES, TINY, refused, tiny
 
 import softmoe
-from softmoe.models import create_model
+from softmoe.models import MoEConfig, ViTConfig, create_model
+from softmoe.moe import SoftConfig, UniformSoftConfig
 from softmoe.storage import Preprocessing, open_saved, save_tensors
 from softmoe.storage.files import sha256
 from softmoe.storage.weights import Spec, plan_shards
@@ -181,6 +182,37 @@ def test_fingerprint(saved, tmp_path):
     softmoe.save_pretrained(other, tmp_path / "other")
     assert open_saved(saved).fingerprint == open_saved(tmp_path / "copy").fingerprint
     assert open_saved(saved).fingerprint != open_saved(tmp_path / "other").fingerprint
+
+
+@dataclass(frozen=True)
+class LaterSoft(SoftConfig):
+    new: int = 1
+
+
+@dataclass(frozen=True)
+class LaterMoE(MoEConfig):
+    new: int = 1
+
+
+@dataclass(frozen=True)
+class LaterViT(ViTConfig):
+    new: int = 1
+
+
+def test_fingerprint_in_later_versions(saved):
+    """Settings that a later version adds change no fingerprint while they are at their defaults; others count."""
+    now = open_saved(saved)
+    moe = now.config.moe
+    router, layer = vars(moe.router), vars(moe)
+
+    def later(new: int = 1, **changes) -> str:
+        grown = LaterMoE(**(layer | {"router": LaterSoft(**router, new=new)}))
+        return replace(now, config=LaterViT(**(vars(now.config) | {"moe": grown} | changes))).fingerprint
+
+    assert later() == now.fingerprint
+    assert len({later(), later(new=2), later(heads=1), later(activation="gelu"), later(moe=None)}) == 5
+    dispatched = replace(moe, router=UniformSoftConfig(**router))
+    assert replace(now, config=replace(now.config, moe=dispatched)).fingerprint != now.fingerprint
 
 
 def test_preprocessing_of_a_transform():
