@@ -158,16 +158,16 @@ def read_saved(folder: Path) -> SavedModel:
         what = f"format version {version!r:.100}, but this softmoe reads version {FORMAT_VERSION}"
         raise ValueError(f"{path} has {what}; update softmoe, or save the model again")
     try:
-        if "kind" in values and values["kind"] not in _KINDS:
-            raise ValueError(f"the kind of model is {values['kind']!r}, expected 'vit' or 'two_tower'")
-        keys = _KINDS[values.get("kind", "vit")]
+        if (kind := values.get("kind")) not in _KINDS:
+            raise ValueError(f"the kind of model is {kind!r}, expected 'vit' or 'two_tower'")
+        keys = _KINDS[kind]
         check_keys(values, keys, "")
         if missing := [key for key in keys if key not in values]:
             raise ValueError(f"{missing[0]!r} is missing")
         architecture = parse_architecture(values["architecture"])
         image, towers = split_architecture(architecture)
-        if (towers is None) != (values["kind"] == "vit"):
-            raise ValueError(f"the architecture is not that of the kind {values['kind']!r}")
+        if (towers is None) != (kind == "vit"):
+            raise ValueError(f"the architecture is not that of the kind {kind!r}")
         weights = values["weights"]
         check_keys(weights, ("dtypes", "files"), "weights.")
         check_keys(values["provenance"], values["provenance"], "provenance.")

@@ -180,6 +180,7 @@ def test_a_random_file(saved):
         (lambda v: v.update(classes=["a"]), ("names 1 classes", "5 outputs")),
         (lambda v: v.update(classes=[1, 2, 3, 4, 5]), ("list of names",)),
         (lambda v: v.update(kind="text"), ("'text'",)),
+        (lambda v: v.pop("kind"), ("the kind of model is None, expected 'vit' or 'two_tower'",)),
         (lambda v: v.update(format_version=1), ("format version 1", "reads version 2")),
         (lambda v: v["weights"].update(files={}), ("no weight file",)),
         (lambda v: v["weights"].update(files={"../x.safetensors": {}}), ("is not the name of a weight file",)),
