@@ -169,7 +169,7 @@ def read_manifest(folder: Path) -> tuple[int, dict[str, FileFacts]]:
     named = STEP_NAME.fullmatch(folder.resolve().name)
     if named and int(named[1]) != step:
         raise ValueError(f"{path} says step {step}, but its folder is of step {int(named[1])}")
-    if not isinstance(files, dict) or not any(name.startswith("model") for name in files):
+    if not isinstance(files, dict) or not any(name.startswith(("model.safetensors", "model/")) for name in files):
         raise ValueError(f"{path} names no weights of a model")
     for name, facts in files.items():
         if not _FILE.fullmatch(name):  # also keeps us inside the folder

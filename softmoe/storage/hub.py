@@ -195,7 +195,9 @@ def model_card(saved: "SavedModel", parameters: int) -> str:
         rows["text"] = (
             f"{t.depth} blocks, width {t.width}, {t.heads} heads, up to {t.length} of {t.vocab_size:,} tokens"
         )
-        rows["outputs"] = f"vectors of {saved.towers.embed_dim or config.head_width} numbers, for images and texts alike"
+        rows["outputs"] = (
+            f"vectors of {saved.towers.embed_dim or config.head_width} numbers, for images and texts alike"
+        )
     if saved.dtypes:
         rows["weights"] = ", ".join(f"{dtype} ({count} tensors)" for dtype, count in saved.dtypes.items())
     crop = {

@@ -179,7 +179,7 @@ def load_whole(saved: SavedModel, device: str | torch.device, *, dtype: torch.dt
     place = choose_device(str(device))
     check_files(saved.folder, saved.files, hashes=verify)
     base = open_base(saved)
-    with WeightFiles(saved.folder, saved.files) as weights:
+    with open_weights(saved) as weights:
         if base is None:
             check_depth(saved.architecture, weights.names, f"the weights in {saved.folder} do not fit its config.json")
         model = build_empty(saved)
@@ -205,6 +205,15 @@ def load_whole(saved: SavedModel, device: str | torch.device, *, dtype: torch.dt
     return model.eval()
 
 
+def open_weights(saved: SavedModel) -> WeightFiles:
+    """Open the tensors of a saved model; those of a checkpoint of many processes are joined when they are read."""
+    if not saved.in_parts:
+        return WeightFiles(saved.folder, saved.files)
+    from softmoe.storage.shards import PartFiles  # slow to import
+
+    return PartFiles(saved.folder / Path(next(iter(saved.files))).parent)
+
+
 def construct(architecture: Architecture) -> Model:
     """Build a model with fresh weights."""
     return TwoTower(architecture) if isinstance(architecture, TwoTowerConfig) else VisionTransformer(architecture)
@@ -225,7 +234,7 @@ def check_weights(saved: SavedModel, model: nn.Module, weights: WeightFiles, res
     `model` is on the meta device, so no memory is used yet.
     """
     folder = saved.folder
-    if len(saved.files) > 1:
+    if len(saved.files) > 1 and not saved.in_parts:
         index = read_json(folder / INDEX)
         if not isinstance(index, dict) or index.get("weight_map") != weights.file_of:
             raise ValueError(f"{folder / INDEX} does not match the tensors in the weight files")

@@ -20,7 +20,7 @@ from softmoe.machine import home_path
 from softmoe.models.config import MoEConfig, TextConfig, TwoTowerConfig, ViTConfig, option_names, without_unused_options
 from softmoe.moe.routing import ROUTERS, RouterConfig
 from softmoe.storage import hub
-from softmoe.storage.checkpoint import check_file, read_manifest
+from softmoe.storage.checkpoint import check_file, check_parts, read_manifest
 from softmoe.storage.files import FileFacts, check_keys, check_names, convert, follow_link, read_bytes, read_json
 from softmoe.storage.preprocessing import MOST_SIDE, Preprocessing, parse_preprocessing
 from softmoe.storage.weights import parse_dtypes, parse_files
@@ -94,6 +94,11 @@ class SavedModel:
         """Return a hash of architecture and weights: equal for equal models, wherever they lie."""
         facts = {"architecture": without_defaults(self.architecture), "files": self.hashes()}
         return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=12).hexdigest()
+
+    @property
+    def in_parts(self) -> bool:
+        """Tell whether the weights are parts of tensors, as many processes write them (see shards.py)."""
+        return any("/" in name for name in self.files)
 
     def hashes(self) -> dict[str, str]:
         """Return the SHA-256 of each weight file."""
@@ -192,7 +197,7 @@ def read_checkpoint_model(folder: Path) -> SavedModel:
         step, files = read_manifest(folder)
         for text in ("config.json", "state.json"):
             check_file(folder / text, files[text])
-        name = "ema.safetensors" if "ema.safetensors" in files else "model.safetensors"
+        check_parts(folder, [Path(name) for name in files])
         run = read_json(folder / "state.json")["config"]
         image, towers = split_architecture(parse_architecture(read_json(folder / "config.json")))
         return SavedModel(
@@ -200,7 +205,7 @@ def read_checkpoint_model(folder: Path) -> SavedModel:
             image,
             Preprocessing.of(SimpleNamespace(**run["data"]["transform"])),
             None,
-            {name: files[name]},
+            weights_called("ema", files) or weights_called("model", files),
             provenance={
                 "run": run["run_name"],
                 "step": step,
@@ -212,6 +217,13 @@ def read_checkpoint_model(folder: Path) -> SavedModel:
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{folder} is not a readable checkpoint: {error!s:.500}") from error
+
+
+def weights_called(name: str, files: Mapping[str, FileFacts]) -> dict[str, FileFacts]:
+    """Return the weight files of this name in a checkpoint: one, or the parts of many processes."""
+    return {
+        file: facts for file, facts in files.items() if file == f"{name}.safetensors" or file.startswith(f"{name}/")
+    }
 
 
 def parse_architecture(values: Mapping[str, Any]) -> Architecture:

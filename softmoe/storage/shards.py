@@ -30,7 +30,7 @@ from softmoe.models import TwoTowerConfig, ViTConfig
 from softmoe.storage.checkpoint import write_texts
 from softmoe.storage.files import PARTIAL, FileFacts, empty_folder, first_line, put_in_place, sync_file
 from softmoe.storage.pretrained import SavedModel, save_tensors
-from softmoe.storage.weights import Spec, check_finite
+from softmoe.storage.weights import Spec, WeightFiles, check_finite
 
 Value = TypeVar("Value")
 
@@ -128,14 +128,33 @@ def save_parts(place: Path, config: ViTConfig | TwoTowerConfig, folder: str | Pa
 
     `more` are the options of `save_pretrained`: preprocessing, classes, provenance, max_shard_bytes.
     """
-    found = part_specs(place)
+    parts = PartFiles(place)
+    return save_tensors(config, parts.specs, parts.tensor, folder, **more)  # pyright: ignore[reportArgumentType]
 
-    def read_whole(name: str) -> Tensor:
-        tensor = torch.empty(found[name].shape, dtype=found[name].dtype)
-        read_parts(place, {name: tensor}, alone=True)
+
+class PartFiles(WeightFiles):
+    """The tensors at `place`, a folder of parts or one file, by name; each is joined when it is read."""
+
+    def __init__(self, place: Path):
+        super().__init__(place.parent, ())
+        self.place = place
+        try:
+            self.specs = part_specs(place)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, AssertionError) as error:
+            raise ValueError(f"{place} cannot be read: {first_line(error)}") from error
+        self.file_of = dict.fromkeys(self.specs, place.name)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.specs)
+
+    def spec(self, name: str) -> Spec:
+        return self.specs[name]
+
+    def tensor(self, name: str) -> Tensor:
+        tensor = torch.empty(self.specs[name].shape, dtype=self.specs[name].dtype, device="cpu")
+        read_parts(self.place, {name: tensor}, alone=True)
         return tensor
-
-    return save_tensors(config, found, read_whole, folder, **more)  # pyright: ignore[reportArgumentType]
 
 
 def shared_read(read: Callable[[int, int], Value], group: dist.ProcessGroup | None, kind: type[Exception]) -> Value:

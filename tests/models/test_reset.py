@@ -11,7 +11,13 @@ from softmoe.models import TwoTower, VisionTransformer
 from softmoe.models.config import MoEConfig, TextConfig, TwoTowerConfig, ViTConfig
 
 SMALL: dict[str, Any] = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 2, "mlp_dim": 64, "heads": 2}
-WITH_ALL: dict[str, Any] = {"pool": "class", "registers": 2, "layer_scale": True, "positions": "sincos", "pre_norm": True}
+WITH_ALL: dict[str, Any] = {
+    "pool": "class",
+    "registers": 2,
+    "layer_scale": True,
+    "positions": "sincos",
+    "pre_norm": True,
+}
 
 
 def with_experts(router: str, **options) -> VisionTransformer:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from saved_models import refused, tiny
 
 import softmoe
@@ -36,7 +36,13 @@ def checkpoint(folder: Path, model: VisionTransformer, **extra) -> None:
     state = {"config": {"run_name": "x", "data": {"train": "shapes", "transform": transform}}}
     (folder / "config.json").write_text(json.dumps(model.config.to_dict()))
     (folder / "state.json").write_text(json.dumps(state))
-    files = {p.name: {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in folder.iterdir()}
+    state_files(folder)
+
+
+def state_files(folder: Path) -> None:
+    """Write the manifest of what is in a checkpoint now."""
+    inside = [p for p in folder.rglob("*") if p.is_file() and p.name != "manifest.json"]
+    files = {str(p.relative_to(folder)): {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in inside}
     (folder / "manifest.json").write_text(json.dumps({"step": 3, "files": files}))
 
 
@@ -50,6 +56,45 @@ def test_a_run_without_an_export(tmp_path):
     assert torch.equal(load_saved(found).head.weight, average.head.weight)
     assert found.provenance["step"] == 3
     assert found.preprocessing == Preprocessing((32, 32), "central", 1.2)
+
+
+def write_in_parts(folder: Path, name: str) -> None:
+    """Cut the tensors `name` of a checkpoint in two along their first axis, as two processes would write them."""
+    whole = load_file(folder / f"{name}.safetensors")
+    (folder / f"{name}.safetensors").unlink()
+    (folder / name).mkdir()
+    for rank in range(2):
+        cut = {key: t.tensor_split(2)[rank].clone() for key, t in whole.items() if t.ndim}
+        cut |= {key: t for key, t in whole.items() if not t.ndim and not rank}  # every rank keeps scalars, one writes
+        start = {key: len(t.tensor_split(2)[0]) * rank for key, t in whole.items() if t.ndim}
+        offsets = {key: [start[key], *[0] * (t.ndim - 1)] if t.ndim else [] for key, t in cut.items()}
+        info = json.dumps({key: {"saved_offsets": value} for key, value in offsets.items()})
+        file = folder / name / f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
+        save_file(cut, file, {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": info})
+
+
+def test_a_stopped_run_of_many_processes(tmp_path):
+    """Its checkpoint is read like any other, joined bit for bit, and the average before the weights."""
+    model, average = tiny(), tiny()
+    folder = tmp_path / "x" / "checkpoints" / "last"
+    checkpoint(folder, model, ema=average)
+    for name, wanted in (("model", average), ("ema", average)):
+        write_in_parts(folder, name)
+        state_files(folder)
+        found = softmoe.from_pretrained(tmp_path / "x").state_dict()
+        assert found.keys() == wanted.state_dict().keys()
+        assert all(torch.equal(value, found[key]) for key, value in wanted.state_dict().items())
+    shutil.rmtree(folder / "ema")
+    state_files(folder)
+    assert torch.equal(softmoe.from_pretrained(tmp_path / "x").head.weight, model.head.weight)
+    part = sorted((folder / "model").iterdir())[1]
+    shutil.copy(part, part.with_name("another.safetensors"))
+    refused(folder, "another.safetensors is not named in the manifest")
+    part.with_name("another.safetensors").unlink()
+    part.unlink()
+    refused(folder, part.name, "is missing")
+    state_files(folder)
+    refused(folder, "do not fit its config.json: embed.proj.weight is (16, 3, 8, 8)")
 
 
 def test_a_broken_checkpoint(tmp_path):
