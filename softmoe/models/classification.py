@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from softmoe.moe.routing import routing_dtype
+
 Loss = Literal["softmax", "sigmoid"]
 BINS = 15
 """The number of equal bins of confidence in which calibration is measured, as is usual."""
@@ -69,7 +71,7 @@ def check_labels(labels: Tensor, classes: int) -> None:
 
 def wide(logits: Tensor) -> Tensor:
     """Return the logits in float32 at least, in which losses are computed also under autocast."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits.to(routing_dtype(logits.dtype))
 
 
 @dataclass

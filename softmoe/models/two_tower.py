@@ -14,6 +14,7 @@ from softmoe.models.conventions import HubInterface, public
 from softmoe.models.heads import Projection
 from softmoe.models.vit import VisionTransformer, make_encoder, make_pool
 from softmoe.moe.experts import ACTIVATIONS, normal_
+from softmoe.moe.routing import routing_dtype
 
 POOLS = ("last", "mean", "class", "attention")
 EPS = 1e-8
@@ -174,7 +175,7 @@ class TwoTower(HubInterface):
 
 def unit(x_BE: Tensor) -> Tensor:
     """Normalize rows, in float32 at least, since the loss multiplies their differences by the scale."""
-    wide_BE = x_BE.to(torch.promote_types(x_BE.dtype, torch.float32))
+    wide_BE = x_BE.to(routing_dtype(x_BE.dtype))
     return wide_BE / (torch.linalg.vector_norm(wide_BE, dim=-1, keepdim=True) + EPS)
 
 
