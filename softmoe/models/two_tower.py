@@ -16,7 +16,7 @@ from softmoe.models.vit import VisionTransformer, make_encoder, make_pool
 from softmoe.moe.experts import ACTIVATIONS, normal_
 from softmoe.moe.routing import routing_dtype
 
-POOLS = ("last", "mean", "class", "attention")
+TEXT_POOLS = ("last", "mean", "class", "attention")
 EPS = 1e-8
 
 
@@ -96,7 +96,7 @@ def check_text(config: TextConfig) -> None:
             raise ValueError(f"text {name} must be at least 1, got {getattr(config, name)}")
     if not 0 <= config.end_token < config.vocab_size:
         raise ValueError(f"the end token must be one of the {config.vocab_size} tokens, got {config.end_token}")
-    for name, allowed in {"pool": POOLS, "activation": tuple(ACTIVATIONS)}.items():
+    for name, allowed in {"pool": TEXT_POOLS, "activation": tuple(ACTIVATIONS)}.items():
         if getattr(config, name) not in allowed:
             raise ValueError(f"text {name} must be one of {', '.join(allowed)}, got {getattr(config, name)!r}")
 

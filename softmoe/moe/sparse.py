@@ -36,7 +36,7 @@ class SparseConfig(RouterConfig):
     group_size: int | None = None
     """Tokens that are routed together; None is one image."""
     noise_std: float = 1.0
-    """Standard deviation of the noise on the logits in training, times the number of experts."""
+    """The noise on the logits in training has this standard deviation divided by the number of experts."""
     capacity: int | None = None
     """Slots per expert and group, whatever the factor."""
     capacity_rounding: str = "round"

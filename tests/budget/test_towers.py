@@ -9,10 +9,10 @@ from two_towers import shape, two_towers
 
 from softmoe.budget import cost, text_cost, training_flops
 from softmoe.models import MoEConfig, TextTransformer
-from softmoe.models.two_tower import POOLS
+from softmoe.models.two_tower import TEXT_POOLS
 
 
-@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("pool", TEXT_POOLS)
 @pytest.mark.parametrize("moe", [None, MoEConfig.of(num_experts=3, slots_per_expert=2)])
 def test_text_towers_are_counted_exactly(pool, moe):
     """Parameters and multiply-accumulates are those of the built tower."""

@@ -5,7 +5,7 @@ import torch
 
 from softmoe.models import MoEConfig, TextConfig, TextTransformer
 from softmoe.models.heads import LastPool
-from softmoe.models.two_tower import POOLS, real_tokens
+from softmoe.models.two_tower import TEXT_POOLS, real_tokens
 
 END = 1
 
@@ -19,7 +19,7 @@ def tower(**changes) -> TextTransformer:
     return model
 
 
-@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("pool", TEXT_POOLS)
 @pytest.mark.parametrize("moe", [None, MoEConfig.of(num_experts=3, slots_per_expert=2)])
 def test_padding_changes_nothing(pool, moe):
     """With the mask, more end tokens after the first give the same vector and gradients, with experts too."""
