@@ -6,7 +6,7 @@ Letters: B images, M tokens, D width, N experts, S rows per expert.
 from torch import Tensor, nn
 
 from softmoe.moe.experts import Experts
-from softmoe.moe.routing import Router
+from softmoe.moe.routing import Router, check_tokens
 from softmoe.moe.soft import SoftRouter
 
 
@@ -27,10 +27,17 @@ class MoE(nn.Module):
         self.experts = experts
 
     def forward(self, x: Tensor, mask: Tensor | None = None, grid: tuple[int, int] | None = None) -> Tensor:
-        routing = self.router(x, mask, grid) if self.router.takes_grid else self.router(x, mask)
-        slots_NSD = routing.dispatch(x)
+        real_BMD = x if mask is None else zero_masked(x, mask, self.router.dim)
+        routing = self.router(real_BMD, mask, grid) if self.router.takes_grid else self.router(real_BMD, mask)
+        slots_NSD = routing.dispatch(real_BMD)
         outputs_NSD = self.experts(slots_NSD)
         return routing.combine(outputs_NSD)
+
+
+def zero_masked(x_BMD: Tensor, mask: Tensor, dim: int) -> Tensor:
+    """Return the tokens with zeros at masked ones: a weight of 0 does not hide NaN or infinity."""
+    check_tokens(x_BMD, mask, dim)
+    return x_BMD.masked_fill(~mask.unsqueeze(-1), 0.0)
 
 
 class SoftMoE(MoE):
@@ -89,6 +96,8 @@ class SoftMoE(MoE):
 
 class ExpertsBeside(MoE):
     """A kept MLP with experts beside it: y = mlp(x) + combine(experts(dispatch(x))).
+
+    The experts do not read masked tokens, which receive mlp(x) alone.
 
     `mlp` is any (B, M, D) -> (B, M, D) module. The experts' output matrix and bias start at zero, so that a trained
     model whose MLP becomes this one gives at first exactly what it gave before. Experts may be narrow (hidden width R

@@ -47,6 +47,16 @@ def test_it_is_the_sum_of_mlp_and_moe():
     assert not torch.allclose(layer(x), layer.mlp(x))
 
 
+def test_masked_tokens_get_the_mlp_alone():
+    """What stands at masked places changes no other output, and receives what the MLP gives it."""
+    layer = make_layer()
+    nn.init.normal_(layer.experts.w2)
+    x, mask = torch.randn(2, 5, 8), torch.tensor([[True] * 3 + [False] * 2] * 2)
+    y, changed = layer(x, mask), layer(torch.where(mask[..., None], x, torch.nan), mask)
+    torch.testing.assert_close(y[~mask], layer.mlp(x)[~mask])
+    assert torch.equal(y[mask], changed[mask])
+
+
 def test_a_model_keeps_its_mlps(tmp_path):
     """A model with experts beside has all parameters of the dense one and more, and is the same after saving."""
     config = softmoe.models.registry.override(

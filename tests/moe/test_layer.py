@@ -13,6 +13,7 @@ from softmoe.moe import (
     ExpertsChoiceRouter,
     IdentityRouter,
     MoE,
+    PlacedRouter,
     Router,
     SoftRouter,
     SoftUniformRouter,
@@ -21,6 +22,7 @@ from softmoe.moe import (
     UniformRouter,
     UniformSoftRouter,
 )
+from softmoe.moe.record import record
 
 ROUTERS = [
     SoftRouter,
@@ -99,6 +101,27 @@ def test_masked_tokens_receive_exactly_zero_and_give_nothing(kind):
     changed = torch.where(mask[..., None], x, 1e10 * torch.randn_like(x))
     assert y[~mask].abs().max() == 0
     torch.testing.assert_close(layer(changed, mask), y)
+
+
+@pytest.mark.parametrize("kind", [*ROUTERS, PlacedRouter])
+@pytest.mark.parametrize("padding", [torch.nan, torch.inf])
+def test_padding_may_hold_anything(kind, padding):
+    """NaN and infinity at masked places reach no output, no loss and no gradient."""
+    layer = make_layer(kind)  # in training, where there are losses; the noise is drawn alike
+    mask = torch.tensor([[True] * 4 + [False] * 2, [True, False] * 3])
+    x = torch.where(mask[..., None], torch.randn(2, 6, 8), 0.0)
+    results = []
+    for filled in (x, torch.where(mask[..., None], x, padding)):
+        torch.manual_seed(0)
+        tokens = filled.requires_grad_()
+        with record(layer) as recording:
+            y = layer(tokens, mask, (2, 3))
+        loss = recording.routings["moe"].auxiliary_loss
+        gradients = torch.autograd.grad(y.square().sum() + loss, [tokens, *layer.parameters()])
+        results.append([y, loss, *gradients])
+    for one, other in zip(*results, strict=True):
+        assert one.isfinite().all()
+        assert torch.equal(one, other)
 
 
 @every_router
