@@ -250,6 +250,7 @@ def test_timm_itself(name: str):
     assert len(report.modules) == 2
 
 
+@pytest.mark.filterwarnings("ignore")  # of the packages that transformers loads where they are installed
 @pytest.mark.parametrize(("kind", "mlps"), [("Dinov2", "layer.*.mlp"), ("DINOv3ViT", "layer.*.mlp"), ("ViT", None)])
 def test_transformers_itself(kind: str, mlps: str | None, monkeypatch: pytest.MonkeyPatch):
     """Hugging Face's own models; its ViT by either of its structures."""
