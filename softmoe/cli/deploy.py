@@ -7,7 +7,7 @@ from typing import Literal
 
 from softmoe.cli.habits import check_model
 from softmoe.cli.parse import parse
-from softmoe.evaluate.api import OnDevice, OneModel
+from softmoe.evaluate.api import OnDevice, OneModel, Storage
 from softmoe.inference.batching import Limits
 
 
@@ -85,7 +85,7 @@ class ServeArguments(OneModel, OnDevice, Limits):
     host: str = "127.0.0.1"
     port: int = 8000
     """0 takes any free port."""
-    weights: Literal["float32", "float16", "bfloat16", "int8", "int8_dynamic", "mapped"] = "float32"
+    weights: Storage = "float32"
     """How experts are stored; mapped: left in their file, for models larger than the memory."""
     top: int = 5
     """Classes in an answer."""

@@ -52,15 +52,9 @@ class CountAgreement(nn.Module):
         return {"agreement": self.same / max(1, self.images)}
 
 
-def classification(
-    model: nn.Module,
-    batches: Iterable[Batch],
-    *,
-    loss: Loss = "softmax",
-    total: Callable[[Tensor], Tensor] | None = None,
-) -> dict[str, float]:
-    """Evaluate a classifier and return named numbers. `total` sums a vector over the processes, if several."""
-    return count(model, batches, loss=loss, total=total).numbers()
+def classification(model: nn.Module, batches: Iterable[Batch], *, loss: Loss = "softmax") -> dict[str, float]:
+    """Evaluate a classifier and return named numbers."""
+    return count(model, batches, loss=loss).numbers()
 
 
 def count(
@@ -68,7 +62,6 @@ def count(
     batches: Iterable[Batch],
     *,
     loss: Loss = "softmax",
-    total: Callable[[Tensor], Tensor] | None = None,
     see: Callable[[Tensor, Tensor, Tensor], None] | None = None,
 ) -> Totals:
     """Run the model over the batches and keep all sums; `see` is shown examples, labels and logits of each."""
@@ -80,8 +73,6 @@ def count(
             totals.add(logits_BC, labels)
             if see is not None:
                 see(indices_B, labels, logits_BC)
-    if total is not None:
-        totals.reduce(total)
     return totals
 
 

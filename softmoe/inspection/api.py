@@ -110,7 +110,7 @@ def model_verdicts(a: Doctor, run: RunRecord | None) -> list[Verdict]:
         examine_parameters,
     )
     from softmoe.inspection.statistics import correlation_summary
-    from softmoe.moe.record import moe_layers
+    from softmoe.moe.record import routers_by_layer
 
     loaded = load(a.model, told=a.told, **a.model_options)
     model = loaded.model
@@ -120,7 +120,7 @@ def model_verdicts(a: Doctor, run: RunRecord | None) -> list[Verdict]:
     moe = model.config.moe
     if moe is None:
         return [*machine, Verdict("routing", None, "this model has no MoE layers")]
-    summaries = {name: correlation_summary(router) for name, router in moe_layers(model).items()}
+    summaries = {name: correlation_summary(router) for name, router in routers_by_layer(model).items()}
     slots = {name: summary for name, summary in summaries.items() if summary is not None}
     found = [*machine, *examine_parameters(slots, moe.num_experts, model.config.tokens)]
     try:

@@ -24,7 +24,7 @@ from softmoe.data import BrokenImage, Example, Source, Transform, evaluation_bat
 from softmoe.inspection.statistics import LayerStatistics, correlation_summary, layer_statistics
 from softmoe.models import VisionTransformer
 from softmoe.moe import DenseRouting, Router, Routing, SparseRouting
-from softmoe.moe.record import evaluating, moe_layers, record
+from softmoe.moe.record import evaluating, record, routers_by_layer
 
 TOLERANCE = 1e-4  # how well one table must serve both kinds of weights
 FINEST = 255
@@ -208,7 +208,7 @@ def layer_results(model: nn.Module, batches: Iterable[Tensor]) -> tuple[int, dic
 
     Returns the number of images and {layer: result}. Memory is that of one batch and of the sums.
     """
-    routers = moe_layers(model)
+    routers = routers_by_layer(model)
     if not routers:
         raise ValueError("this model has no MoE layers, so there is no routing to look into; softmoe upcycle adds some")
     device = next(model.parameters()).device
@@ -271,7 +271,7 @@ def inspect_source(
 
     count, layers = layer_results(model, tensors())
     samples = take_samples(model, source, transform, images, classes) if images else []
-    return Inspection(name, count, layers, moe_layers(model), samples, about or {})
+    return Inspection(name, count, layers, routers_by_layer(model), samples, about or {})
 
 
 def take_samples(

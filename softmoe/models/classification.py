@@ -76,7 +76,7 @@ def wide(logits: Tensor) -> Tensor:
 
 @dataclass
 class Totals:
-    """Sums over images: `add` batches, then `reduce` over processes, then read `numbers`."""
+    """Sums over images: `add` batches, then read `numbers`. The sums of several processes add up."""
 
     classes: int
     loss: Loss = "softmax"
@@ -120,15 +120,6 @@ class Totals:
         bin_B = (confidence_B * BINS).long().clamp(max=BINS - 1)
         for row, values_B in zip(self.by_bin, (torch.ones_like(right_B), confidence_B, right_B), strict=True):
             row.scatter_add_(0, bin_B, values_B)
-
-    def reduce(self, total: Callable[[Tensor], Tensor]) -> None:
-        """Sum over processes. `total` gets one float64 vector and returns its sum over all of them."""
-        parts = (self.sums, self.by_class, self.by_bin)
-        together = total(torch.cat([part.flatten() for part in parts]))
-        pieces = together.split([part.numel() for part in parts])
-        self.sums, self.by_class, self.by_bin = (
-            piece.reshape(part.shape) for piece, part in zip(pieces, parts, strict=True)
-        )
 
     @property
     def images(self) -> int:

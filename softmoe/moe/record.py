@@ -19,7 +19,7 @@ class Recording:
     """
 
     def __init__(self, model: nn.Module):
-        self.routers = moe_layers(model)
+        self.routers = routers_by_layer(model)
         self.routings: dict[str, Routing] = {}
         self.active = False
         self._hooks: list[RemovableHandle] = [
@@ -70,7 +70,7 @@ def record(model: nn.Module) -> Iterator[Recording]:
         recording.close()
 
 
-def moe_layers(model: nn.Module) -> dict[str, Router]:
+def routers_by_layer(model: nn.Module) -> dict[str, Router]:
     """Return the router of each MoE layer, by the layer's name: the path of the router without its last word."""
     return {layer_name(path): module for path, module in model.named_modules() if isinstance(module, Router)}
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from softmoe.moe import DenseRouting, Router, Routing, SoftRouter, SparseRouting
 from softmoe.parallel import whole
 
+# limits above which a run warns while it goes on; those of softmoe doctor are stricter
 SATURATED = 0.95  # mean largest weight above which a softmax passes one entry only
 COLLAPSED = 0.95  # mean cosine of the slot vectors above which all slots take the same tokens
 DROPPED = 0.5

@@ -6,7 +6,7 @@ import torch
 from softmoe.data import to_tensor
 from softmoe.inspection.collect import Inspection, Sample, layer_results, take_weights
 from softmoe.models import VisionTransformer, create_model
-from softmoe.moe.record import evaluating, moe_layers
+from softmoe.moe.record import evaluating, routers_by_layer
 
 HOSTILE = '</script><script>window.hacked=1</script><img src=x onerror="window.hacked=2">\'&amp;'
 
@@ -35,4 +35,4 @@ def inspection(model: VisionTransformer, name: str, count: int = 3, caption: str
         Sample(picture, f"{caption} {i}", (4, 4), w, f"taken for {caption}")
         for i, (picture, w) in enumerate(zip(raw, weights, strict=True))
     ]
-    return Inspection(name, total, layers, moe_layers(model), samples)
+    return Inspection(name, total, layers, routers_by_layer(model), samples)

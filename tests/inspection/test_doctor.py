@@ -14,7 +14,7 @@ from softmoe.inspection.doctor import (
     examine_machine,
     examine_parameters,
 )
-from softmoe.moe.record import moe_layers
+from softmoe.moe.record import routers_by_layer
 
 
 def layers_of(model):
@@ -26,13 +26,13 @@ def wrong(verdicts):
 
 
 def parameters(model, tokens=16):
-    found = {name: correlation_summary(router) for name, router in moe_layers(model).items()}
+    found = {name: correlation_summary(router) for name, router in routers_by_layer(model).items()}
     return examine_parameters(found, model.config.moe.num_experts, tokens)
 
 
 def set_scale(model, value):
     with torch.no_grad():
-        for router in moe_layers(model).values():
+        for router in routers_by_layer(model).values():
             router.scale.fill_(value)
     return model
 
@@ -77,7 +77,7 @@ def test_one_uniform_layer_is_no_illness():
     """The paper's own models have such last layers: wrong only if all are."""
     model = set_scale(tiny_model(), 8.0)
     with torch.no_grad():
-        list(moe_layers(model).values())[-1].scale.fill_(1e-3)
+        list(routers_by_layer(model).values())[-1].scale.fill_(1e-3)
     assert wrong(examine_layers(layers_of(model))) == []
     assert wrong(examine_layers(layers_of(tiny_model("uniform")))) == []  # it is meant to be uniform
 
@@ -93,7 +93,7 @@ def test_dead_slots_and_collapse():
 def test_duplicate_and_lazy_slots():
     """Copies in other experts; second slots like the first; more experts than tokens."""
     model = tiny_model(slots_per_expert=2)
-    routers = list(moe_layers(model).values())
+    routers = list(routers_by_layer(model).values())
     with torch.no_grad():
         routers[0].phi[:, 1] = routers[0].phi[:, 0]
         routers[1].phi[:, :, 1] = routers[1].phi[:, :, 0] * 2

@@ -12,7 +12,7 @@ from typing import Any
 
 from softmoe.inspection.statistics import correlation_summary, slot_correlation
 from softmoe.moe import SoftRouter
-from softmoe.moe.record import moe_layers
+from softmoe.moe.record import routers_by_layer
 from softmoe.studies.figures import panels, said
 from softmoe.studies.lab import Cell, Lab
 from softmoe.studies.results import Claim, Row, Table, paired
@@ -30,7 +30,7 @@ def routers(row: Row) -> list[SoftRouter]:
     """Return the routers of the trained model by block."""
     from softmoe.evaluate.inputs import load
 
-    found = moe_layers(load(row.folder, device="cpu").model).values()
+    found = routers_by_layer(load(row.folder, device="cpu").model).values()
     return [router for router in found if isinstance(router, SoftRouter)]
 
 
