@@ -210,7 +210,7 @@ def read_checkpoint_model(folder: Path) -> SavedModel:
                 "run": run["run_name"],
                 "step": step,
                 "recipe_data": run["data"]["train"],
-                "loss": run["objective"]["loss"],
+                "loss": run.get("objective", {}).get("loss"),
             },
             towers=towers,
             tokenizer=towers and tokenizer_of_run(folder.resolve().parent.parent, run["text"]["lower"]),

@@ -39,7 +39,7 @@ def with_epochs(config: TrainConfig, epochs: float | None, given: Collection[str
     if "steps" in given:
         raise ValueError("give --epochs or --steps, not both: each says how long the run is")
     if isinstance(epochs, bool) or not isinstance(epochs, int | float) or not epochs > 0:
-        raise ValueError(f"epochs must be a number above 0, got {epochs!r}")
+        raise ValueError(f"the number of epochs must be above 0, got {epochs!r}")
     if config.data.batch_size < 1:
         raise ValueError(f"data.batch_size must be at least 1, got {config.data.batch_size}")
     images = len(open_source(config.data.train, config.data.train_split))

@@ -238,7 +238,7 @@ def answering() -> list[str]:
     from softmoe.evaluate.classify import Predictor
     from softmoe.evaluate.inputs import Loaded, compute_in
 
-    saved = SimpleNamespace(classes=tuple("abcde"), folder=Path(), fingerprint="")
+    saved = SimpleNamespace(classes=tuple("abcde"), folder=Path(), fingerprint="", provenance={})
     with fake_cuda() as waits, patch("torch.Tensor.numpy", lambda tensor: np.zeros(tuple(tensor.shape))):
         loaded = Loaded(compute_in("auto", prepared(4, "int8")), saved, SimpleNamespace(image_size=(16, 16)))  # pyright: ignore[reportArgumentType]
         predictor = Predictor(loaded, top=2)

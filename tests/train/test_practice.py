@@ -118,7 +118,7 @@ def test_one_call(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ({"flip": "no"}, r"data\.transform\.flip must be .*bool.*'no'"),
         ({"seed": 1.5}, r"seed must be .*int.*1\.5"),
         ({"steps": "3"}, "steps must be .*int.*'3'"),
-        ({"epochs": "3"}, "epochs must be a number above 0, got '3'"),
+        ({"epochs": "3"}, "the number of epochs must be above 0, got '3'"),
         ({"steps": 0}, "steps must be at least 1, got 0"),
     ],
 )
