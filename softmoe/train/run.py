@@ -18,13 +18,14 @@ from softmoe import accelerate
 from softmoe.accelerate.buffers import InBackward
 from softmoe.accelerate.soft import keep_logits_only
 from softmoe.budget import training_flops
-from softmoe.convert.foreign import locate, split_options, starting_weights
+from softmoe.convert.foreign import from_pretrained, locate, split_options, starting_weights
 from softmoe.machine import choose_device, choose_precision, event_on, make_deterministic
 from softmoe.models import TwoTower, TwoTowerConfig, VisionTransformer, ViTConfig
 from softmoe.moe.record import Recording
 from softmoe.parallel import local, local_shard
 from softmoe.parallel.reduce import is_spread
 from softmoe.storage import open_saved
+from softmoe.storage.pretrained import construct
 from softmoe.storage.store import CheckpointStore
 from softmoe.train.config import TrainConfig
 from softmoe.train.data import Data, Extract, FeatureData, can_keep_features, prepare_tokenizer
@@ -120,13 +121,11 @@ class Pending:
 
     def __init__(self, step: int, names: list[str], values: Tensor):
         self.step, self.names = step, names
-        self._arrived = None
+        self._values, self._arrived = values.detach(), None
         if values.device.type == "cuda":
             host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values = host.copy_(values.detach(), non_blocking=True)
             self._arrived = event_on(values.device)
-        else:
-            self._values = values.detach()
 
     def read(self) -> list[float]:
         """Return the numbers, waiting for the copy if need be."""
@@ -239,12 +238,13 @@ def build(
     twin = team.spread(make, autocast) if team.world > 1 and config.ema is not None else None
     if config.model.weights is not None:  # after the model is spread, since the weights that are read are whole
         classes = () if isinstance(model, TwoTower) else tuple(data.train.classes)
-        new_head = starts_anew(config.model.weights, config.model.new_head, classes)
-        if not new_head:
-            progress.report("the head is kept: its classes are the data's (--new-head True starts it anew)")
+        anew = starts_anew(config.model.weights, config.model.new_head, classes, config.model.head_blocks)
+        if classes and not progress.quiet:
+            kept = "the head is kept: its classes are the data's (--new-head True starts it anew)"
+            progress.report(f"the head starts anew: {anew}" if anew else kept)
         for each in filter(None, (model, twin)):
             tower = each.image if isinstance(each, TwoTower) else each
-            start_from(tower, config.model.weights, new_head=new_head)
+            start_from(tower, config.model.weights, new_head=bool(anew))
     if isinstance(model, TwoTower) and config.model.locked:
         model.lock_image_tower()
         if extract is not None and team.world == 1 and can_keep_features(config, len(data.train)):
@@ -294,10 +294,12 @@ def build(
 
 def shape_of(config: TrainConfig, data: Data) -> ViTConfig | TwoTowerConfig:
     """Return the configuration of the model: an image tower, and with a tokenizer a text tower too."""
-    size = config.data.transform.image_size
-    if data.tokenizer is None:
-        return config.model.resolve(len(data.train.classes) or None, size)
-    return config.text.resolve(config.model.resolve(None, size), data.tokenizer.size, data.tokenizer.end)
+    size, c, classes = config.data.transform.image_size, config.model, tuple(data.train.classes)
+    if data.tokenizer is not None:
+        return config.text.resolve(c.resolve(None, size), data.tokenizer.size, data.tokenizer.end)
+    if c.weights is not None and c.head_blocks is None and not starts_anew(c.weights, c.new_head, classes):
+        c = replace(c, head_blocks=from_pretrained(c.weights, "meta").config.head_blocks)  # those of the kept head
+    return c.resolve(len(classes) or None, size)
 
 
 def default_objective(config: TrainConfig, data: Data, device: torch.device) -> Objective:
@@ -317,8 +319,7 @@ def build_model(
 ) -> VisionTransformer | TwoTower:
     """Build a new model, the same for the same seed whatever was drawn before."""
     torch.manual_seed(random_seed(config.seed, "model"))
-    model = TwoTower(shape) if isinstance(shape, TwoTowerConfig) else VisionTransformer(shape)
-    model = model.to(device)
+    model = construct(shape).to(device)
     model.set_grad_checkpointing(config.gradient_checkpointing)
     return model
 
@@ -329,12 +330,14 @@ def random_seed(*parts: Any) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def starts_anew(weights: str, new_head: bool | None, classes: tuple[str, ...]) -> bool:
-    """Tell if the head starts anew. If the settings do not say so, it does unless it was saved for these classes."""
+def starts_anew(weights: str, new_head: bool | None, classes: tuple, head_blocks: tuple | None = None) -> str:
+    """Return why the head starts anew; nothing if it is kept, on request or because it was saved for these classes."""
     if new_head is not None:
-        return new_head
+        return "--new-head True" if new_head else ""
     saved = open_saved(weights) if locate(split_options(weights)[0]) is None else None  # None: others' weights
-    return saved is None or not saved.classes or saved.classes != classes or bool(saved.config.head_blocks)
+    if saved is None or not saved.classes or saved.classes != classes:
+        return "it was not saved for just the classes of the data"
+    return "" if head_blocks in (None, saved.config.head_blocks) else "it was saved for other --head-blocks"
 
 
 @torch.no_grad()

@@ -123,7 +123,7 @@ def section_of(shape: ViTConfig) -> ModelSection:
     if moe is not None:
         given |= moe.to_dict()
         name = f"{moe.router.name}_{letter}{shape.patch_size}_{moe.num_experts}e"
-    del given["num_classes"], given["image_size"], given["head_blocks"]  # the head is new
+    del given["num_classes"], given["image_size"], given["head_blocks"]  # of the head, which may be new
     return ModelSection(name=name).change(**given)
 
 

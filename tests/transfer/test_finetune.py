@@ -109,6 +109,27 @@ def test_the_head_is_kept_for_the_same_classes(make_config, tmp_path):
     assert differences(config, anew, 1) == ["model.new_head: None -> True"]
 
 
+def test_a_head_on_several_blocks_is_kept_too(make_config, tmp_path, capsys):
+    """Of --refit-head: a run on the same classes starts with its head and blocks, and says where it does not."""
+    torch.manual_seed(0)
+    classes = open_source(make_config().data.train, "train").classes
+    old = VisionTransformer(replace(SHAPE, num_classes=len(classes), head_blocks=(0, 1)))
+    torch.nn.init.normal_(old.head.weight)
+    save_pretrained(old, tmp_path / "old", classes=classes)
+    config = transfer_config(make_config(steps=2, **{"log.quiet": False, "schedule.peak": 0.0}), tmp_path / "old")
+    result = train(replace(config, steps=1))
+    assert "the head is kept" in capsys.readouterr().err
+    made = from_pretrained(write_model(result.folder).folder)
+    assert made.config.head_blocks == (0, 1)
+    assert torch.equal(made.head.weight, old.head.weight)
+    assert train(config).step == 2, "it goes on"
+    for change, why in {"new_head": "--new-head True", "head_blocks": "it was saved for other --head-blocks"}.items():
+        value = True if change == "new_head" else (1,)
+        other = replace(config, run_name=change, model=replace(config.model, **{change: value}))
+        build(other, RunFolder.of(other)).close()
+        assert f"the head starts anew: {why}\n" in capsys.readouterr().err
+
+
 def test_another_model_is_refused_by_name(tmp_path):
     """Every difference is told; nothing is copied."""
     saved_model(tmp_path / "old")
