@@ -198,13 +198,14 @@ def read_checkpoint_model(folder: Path) -> SavedModel:
         for text in ("config.json", "state.json"):
             check_file(folder / text, files[text])
         check_parts(folder, [Path(name) for name in files])
-        run = read_json(folder / "state.json")["config"]
+        state = read_json(folder / "state.json")
+        run, classes = state["config"], state.get("classes") or []
         image, towers = split_architecture(parse_architecture(read_json(folder / "config.json")))
         return SavedModel(
             folder,
             image,
             Preprocessing.of(SimpleNamespace(**run["data"]["transform"])),
-            None,
+            parse_classes(classes, image.num_classes) if len(classes) == image.num_classes else None,
             weights_called("ema", files) or weights_called("model", files),
             provenance={
                 "run": run["run_name"],

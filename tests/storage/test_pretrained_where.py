@@ -33,7 +33,8 @@ def checkpoint(folder: Path, model: VisionTransformer, **extra) -> None:
     for name, other in extra.items():
         save_file(other.state_dict(), folder / f"{name}.safetensors")
     transform = {"image_size": 32, "crop": "inception", "central_ratio": 1.2, "antialias": True, "flip": True}
-    state = {"config": {"run_name": "x", "data": {"train": "shapes", "transform": transform}}}
+    run = {"run_name": "x", "data": {"train": "shapes", "transform": transform}, "objective": {"loss": "softmax"}}
+    state = {"config": run, "classes": list("abcdefghij")}
     (folder / "config.json").write_text(json.dumps(model.config.to_dict()))
     (folder / "state.json").write_text(json.dumps(state))
     state_files(folder)
@@ -56,6 +57,13 @@ def test_a_run_without_an_export(tmp_path):
     assert torch.equal(load_saved(found).head.weight, average.head.weight)
     assert found.provenance["step"] == 3
     assert found.preprocessing == Preprocessing((32, 32), "central", 1.2)
+
+
+@pytest.mark.parametrize(("outputs", "named"), [(10, True), (7, False)])
+def test_a_stopped_run_knows_its_classes(outputs: int, named: bool, tmp_path):
+    """Their names are in the checkpoint, and are used if there is one for each output."""
+    checkpoint(tmp_path / "x" / "checkpoints" / "last", tiny(num_classes=outputs))
+    assert open_saved(tmp_path / "x").classes == (tuple("abcdefghij") if named else None)
 
 
 def write_in_parts(folder: Path, name: str) -> None:
