@@ -26,8 +26,8 @@ from softmoe.transfer import transfer_config, write_finished
 def train(recipe: str, data: str | Path | None = None, **settings: Any) -> Result:
     """Train from a recipe (its name, or a .py file) on images, and save the model in the run's folder.
 
-    `softmoe.from_pretrained(result.folder.path)` is the model, `result.numbers` the last evaluation. A call with the
-    same settings continues a run that was stopped.
+    `softmoe.from_pretrained(result.folder.path)` is the model: that of the best evaluation, whose numbers are
+    `result.numbers`; those of a stopped run are of its last evaluation. A call with the same settings continues it.
     """
     return _run(recipes.load(recipe), data, settings)
 
@@ -57,6 +57,5 @@ def _run(recipe: TrainConfig, data: str | Path | None, settings: dict[str, Any])
     result = train_as_asked(config)
     if result.rank == 0 and result.signal is None:
         _, numbers = write_finished(result)
-        if config.model.refit_head and not result.problems:  # else they are those of the last evaluation
-            result = replace(result, numbers=result.numbers | numbers)
+        result = replace(result, numbers=numbers)
     return result

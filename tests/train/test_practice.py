@@ -111,6 +111,18 @@ def test_one_call(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         softmoe.train("small_data", photos, colour=3)
 
 
+def test_numbers_are_those_of_the_saved_model(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """softmoe.train returns the evaluation of the best step, which is the saved model's, not of the last."""
+    monkeypatch.chdir(tmp_path)
+    values = iter([0.1, 0.9, 0.2])
+    evaluators = {"val": lambda model, batches: {"top1": next(values), "top5": 1.0, "loss": 1.0}}
+    monkeypatch.setattr("softmoe.cli.train.more_evaluators", lambda config: evaluators)
+    every = {"evaluation.every": 1}
+    made = softmoe.train("small_data", photos, steps=3, image_size=16, **SETTINGS, **every)
+    assert made.numbers["val/top1"] == 0.9
+    assert open_saved(made.folder.path).provenance["results"] == made.numbers
+
+
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
