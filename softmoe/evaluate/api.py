@@ -7,7 +7,7 @@ file loads without torch, so that the command line can say at once what is wrong
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
@@ -112,14 +112,23 @@ def function(command: Callable[Options, Command[Result]]) -> Callable[Options, R
     """Return the command as a function of its options."""
 
     def call(*args: Options.args, **options: Options.kwargs) -> Result:
-        return command(*args, **options).run()
+        made = command(*args, **options)
+        if not isinstance(model := getattr(made, "model", None), str | Path):
+            what = f"model is a path or a Hub id, not a {type(model).__name__}"
+            raise ValueError(f"{what}: save it first with softmoe.save_pretrained(model, FOLDER)")
+        return made.run()
 
     call.__doc__ = f"{command.__doc__} Options are the fields of {getattr(command, '__name__', 'the command')}."
     return call
 
 
 def as_list(names: Names) -> list[str]:
-    return [str(names)] if isinstance(names, str | Path) else [str(name) for name in names]
+    """Return the names as text. ValueError for other things, such as arrays."""
+    given = list(names) if isinstance(names, Iterable) and not isinstance(names, str | Path) else [names]
+    if wrong := [type(name).__name__ for name in given if not isinstance(name, str | Path)]:
+        how = "save it as a file, or call the model itself, softmoe.from_pretrained(MODEL), with a tensor"
+        raise ValueError(f"images are paths, folders or patterns, not a {wrong[0]}: {how}")
+    return [str(name) for name in given]
 
 
 @dataclass(frozen=True)

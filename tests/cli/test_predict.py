@@ -147,6 +147,17 @@ def test_from_python(model, images):
     assert [u.name for u in unreadable] == [str(images / "b.jpg")]
 
 
+def test_things_that_are_no_names(model, images):
+    """A model, an array or an opened picture in the place of a name is refused in a sentence."""
+    net, picture = softmoe.from_pretrained(model), Image.new("RGB", (8, 8))
+    for call in (lambda: softmoe.predict(net, images), lambda: softmoe.evaluate(net, str(images))):
+        with pytest.raises(ValueError, match="a Hub id, not a VisionTransformer: save it first with softmoe"):
+            call()
+    for wrong, kind in ((picture, "Image"), ([np.asarray(picture)], "ndarray"), (np.asarray(picture), "ndarray")):
+        with pytest.raises(ValueError, match=f"images are paths, folders or patterns, not a {kind}: "):
+            softmoe.predict(model, wrong)
+
+
 @pytest.mark.parametrize("weights", ["float32", "int8", "mapped"])
 def test_prepared_weights(weights, images, tmp_path, capsys):
     """`--weights` gives the same classes, with nearly the same probabilities."""
