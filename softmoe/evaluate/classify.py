@@ -5,7 +5,7 @@ Letters: B images, C classes.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ class Prediction:
     name: str
     top: tuple[tuple[str, float], ...]
     """(class, probability), the likeliest first; empty for a model without a head."""
-    features: np.ndarray
+    features: np.ndarray = field(repr=False)
     """(D,): the vector before the head."""
 
     def to_dict(self) -> dict[str, Any]:

@@ -144,6 +144,7 @@ def test_from_python(model, images):
     (images / "b.jpg").write_text("no image")
     predictions, unreadable = softmoe.evaluate.predict(model, images, top=1)
     assert [len(p.top) for p in predictions] == [1, 1]
+    assert "features" not in repr(predictions)
     assert [u.name for u in unreadable] == [str(images / "b.jpg")]
 
 
