@@ -41,6 +41,11 @@ def find_modules(model: nn.Module, mlps: str | Sequence[str]) -> list[str]:
     for name in names:
         if any(isinstance(part, MoE) for part in modules[name].modules()):
             raise ValueError(f"{name} has experts already")
+        if isinstance(modules[name], nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+            raise ValueError(
+                f"{name} is a whole nn.{type(modules[name]).__name__}, with attention, and its MLP (linear1 and "
+                "linear2) is no module of its own: write the block with one, and name that"
+            )
         if "_orig_mod" in name.split("."):
             raise ValueError(f"{name} is compiled, and would not see the change: upcycle_ first, then torch.compile")
         if outer := next((other for other in names if name.startswith(f"{other}.")), None):

@@ -331,6 +331,7 @@ def loss_of(model: nn.Module) -> Call:
         (lambda: upcycle_(nn.Sequential(mlp()), "0", batches=[torch.randn(D)]), r"0 gets \(16,\) and returns \(16,\)"),
         (lambda: upcycle_(towers()), r"'text_model\.blocks\.\*\.mlp' and 'vision_model\.blocks\.\*\.mlp'; slots mix"),
         (lambda: upcycle_(Timm(), width=[16]), "one for each of 2 modules, got 1"),
+        (lambda: upcycle_(Box(layer=nn.TransformerEncoderLayer(D, 2, H)), "layer"), r"MLP \(linear1 .* is no module"),
     ],
 )  # fmt: skip
 def test_mistakes(call, words):
