@@ -70,10 +70,10 @@ class InPlace:
     def __str__(self) -> str:
         c = self.config
         where = "beside" if c["init"] == "beside" else "in place of"
-        shown = ", ".join(self.modules[:3]) + (f", ... {self.modules[-1]}" if len(self.modules) > 3 else "")
+        few = self.modules if len(self.modules) < 5 else (*self.modules[:3], f"... {self.modules[-1]}")
         lines = [
             f"{c['experts']} experts with {c['slots']} slot{'s' * (c['slots'] > 1)} each {where} {len(self.modules)} "
-            f"modules: {shown}",
+            f"modules: {', '.join(few)}",
             f"parameters: {self.params:.3f} times as many in the whole model",
         ]
         if self.macs is not None:

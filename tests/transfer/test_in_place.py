@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -166,6 +167,9 @@ def test_the_report_counts():
     assert "4 experts with 2 slots each beside 1 modules: blocks.1.mlp" in text
     assert "moved by 0.0000" in text
     assert "give batches=" in str(upcycle_(Timm(), experts=2))
+    names = tuple("abcde")
+    assert str(replace(report, modules=names[:4])).splitlines()[0].endswith(" 4 modules: a, b, c, d")
+    assert str(replace(report, modules=names)).splitlines()[0].endswith(" 5 modules: a, b, c, ... e")
 
 
 def test_modes_types_and_hooks_stay():
