@@ -57,8 +57,10 @@ def upcycle_command(argv: list[str]) -> int:
     a = parse(Upcycle, argv, "upcycle")
     check_model("upcycle", [a.dense])
     print(a.run(lambda line: print(line, file=sys.stderr, flush=True)))
-    if a.out is not None and a.init != "compare":
-        print(f"saved in {a.out}")
+    if a.init == "compare":
+        print("nothing was saved: compare only compares; --init NAME --out FOLDER saves the model of one start")
+    else:
+        print("nothing was saved: --out FOLDER saves the model" if a.out is None else f"saved in {a.out}")
     return 0
 
 

@@ -47,8 +47,12 @@ def test_upcycle(dense: Path, tmp_path: Path, capsys):
     text = capsys.readouterr().out
     assert "start beside: 16 experts" in text
     assert "random noise" in text
-    assert main(["upcycle", str(dense), "--experts", "4", "--init", "compare", "--data", "shapes?size=16"]) == 0
+    assert "nothing was saved: --out FOLDER saves the model" in text
+    compare = ["upcycle", str(dense), "--experts", "4", "--init", "compare", "--data", "shapes?size=16"]
+    assert main([*compare, "--out", str(tmp_path / "none")]) == 0
     shown = capsys.readouterr()
+    assert "nothing was saved: compare only compares" in shown.out
+    assert not (tmp_path / "none").exists()
     assert "recommended: beside" in shown.out
     assert "block 1: setting the router" in shown.err
 
