@@ -79,7 +79,8 @@ def check_base(weights: str | Path, shape: ViTConfig) -> None:
         raise ValueError(
             f"adapters are saved beside the name of a saved model, and {weights} has others' weights: make a "
             f"model of it with `softmoe upcycle {quote(str(weights))} --expert-dim {adapter_dim(shape)} --data DATA "
-            "--out base`, then `softmoe finetune base DATA --adapters`"
+            f"--out base`, or of just its weights in Python, softmoe.save_pretrained(softmoe.from_pretrained("
+            f"{str(weights)!r}), 'base'), then `softmoe finetune base DATA --adapters`"
         )
     facts_of_base(weights)
 

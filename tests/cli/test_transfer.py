@@ -143,6 +143,7 @@ def test_adapters_mistakes(dense: Path, tmp_path: Path, capsys):
     assert main(["upcycle", str(dense), "--init", "copy", "--experts", "2", "--out", str(tmp_path / "soft")]) == 0
     for model, words in (
         (f"{tmp_path}/model.safetensors?mean=0.5&std=0.5", "--expert-dim 2 --data DATA --out base"),
+        (f"{tmp_path}/model.safetensors?mean=0.5&std=0.5", "model.safetensors?mean=0.5&std=0.5'), 'base'), then"),
         (tmp_path / "soft", "in their place"),
     ):
         assert main(["finetune", str(model), "shapes?size=16", "--adapters"]) == 2
