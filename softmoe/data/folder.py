@@ -179,7 +179,7 @@ def _say_once(root: Path, found: dict[str, list], whole: dict[str, list], split:
 
 def _checked_split(root: Path, tree: dict[str, dict[str, list]], split: str) -> dict[str, list]:
     if split not in tree:
-        there = sorted(p.name for p in root.iterdir() if p.is_dir()) if root.is_dir() else sorted(tree)
+        there = _folders(root) if root.is_dir() else sorted(tree)
         other = next((name for name in there if name in _SPLITS and name != "train"), None)
         hint = f"folder:PATH needs PATH/{split}/<class>/<image>."
         if split == "val" and "train" in there:
@@ -201,8 +201,13 @@ def _checked_split(root: Path, tree: dict[str, dict[str, list]], split: str) -> 
 
 
 def _scan_split(folder: Path) -> dict[str, list[tuple[str, int, int]]]:
-    classes = sorted(e.name for e in os.scandir(folder) if os.path.isdir(e.path) and not e.name.startswith("."))
-    return {c: sorted(_images_below(folder / c)) for c in classes}
+    return {c: sorted(_images_below(folder / c)) for c in _folders(folder)}
+
+
+def _folders(place: Path) -> list[str]:
+    """List the folders in a folder, without hidden ones and the one that zip files of macOS bring along."""
+    found = (e.name for e in os.scandir(place) if os.path.isdir(e.path) and not e.name.startswith("."))
+    return sorted(name for name in found if name != "__MACOSX")
 
 
 def _images_below(folder: Path) -> Iterator[tuple[str, int, int]]:

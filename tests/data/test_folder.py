@@ -73,6 +73,14 @@ def test_nested_and_hidden_files(folder):
     assert "train/n1/images/im0.jpg" in {source[i].name for i in range(15)}
 
 
+def test_what_zip_files_of_macos_leave(folder):
+    """A folder __MACOSX beside the classes is no class, empty or not."""
+    before = open_source(f"folder:{folder}", "train")
+    (folder / "train/__MACOSX/n1").mkdir(parents=True)
+    (folder / "train/__MACOSX/n1/._im0.jpg").write_bytes(b"x")
+    assert open_source(f"folder:{folder}", "train").fingerprint == before.fingerprint
+
+
 def _empty_class(root):
     (root / "train/n9").mkdir()
 
