@@ -7,7 +7,8 @@ pairs:PATH     PATH/train/**/photo.jpg and photo.txt, one caption a line. An ima
 
 Without train/ and val/ (PATH/<class>/*.jpg) a tenth of each class is kept for validation, chosen by the names of the
 files, so always the same; `?val=0.2` is another share, and the split `all` is everything. Where there is train/ and no
-val/, `?val=0.1` takes it from train/. PATH/val as the path is all of that one split.
+val/, `?val=0.1` takes it from train/. PATH/val as the path is all of that one split. Train/, Training/, Valid/ and
+Validation/ are train/ and val/ in another spelling.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ from softmoe.storage.files import MAX_JSON_BYTES, check_names, parse_json, read_
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")
 _TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 _SPLITS = ("train", "val", "valid", "validation", "test")
+_SPELLINGS = {s: s for s in _SPLITS} | {"training": "train", "valid": "val", "validation": "val", "testing": "test"}
 _HELD_OUT = 0.1  # of a folder without splits
 _NAMED = 8  # classes that a message names
 _logger = logging.getLogger("softmoe.data")
@@ -85,36 +87,63 @@ def open_folder(path: str, split: str, *, val: str | None = None) -> FolderSourc
                 f"{root} is a file; images come as a folder with <class>/<image> in it, or a .tar or .tar.gz."
             )
         tree, titles, stored = _scan_tar(unpacked(root))
+        here = set(tree) if len(tree) > 1 else set(tree) & {*_SPLITS, split}
     else:
-        here = {s for s in (*_SPLITS, split) if (root / s).is_dir()}
-        if not here and root.name in _SPLITS and val is None:
+        here = _split_folders(root, split)
+        if not here and _is_split(root) and val is None:
             return open_folder(str(root.parent), root.name)
-        tree = {s: _scan_split(root / s) for s in ("train", split) if s in here} or ({} if here else _unsplit(root))
-        titles, stored = _read_titles(root), root
-    part = split
-    if len(tree) == 1 and not tree.keys() & {*_SPLITS, split}:
+        tree, titles, stored = {} if here else _unsplit(root), _read_titles(root), root
+    train, part = _spelled(here, "train"), _spelled(here, split)
+    if root.is_dir():
+        tree |= {s: _scan_split(root / s) for s in {train, part} & here}
+    if tree and not here:
         ((part, whole),) = tree.items()
         share = _HELD_OUT if val is None else _share(val)
         tree = {part: _checked_split(root, {part: whole}, part)}
         found = _held_out(whole, split, share, root)
         _say_once(root, found, whole, split, share)
     elif val is not None and split in ("train", "val"):
-        if "train" not in tree or (root / "val").is_dir() or (root.is_file() and "val" in tree):
+        if train not in tree or (root / "val").is_dir() or (root.is_file() and "val" in tree):
             raise ValueError(
                 f"The option val takes images from train/, but {root} has val/ or no train/: leave it out."
             )
-        found = _held_out(_checked_split(root, tree, "train"), split, _share(val), root)
-        part = "train"
+        found = _held_out(_checked_split(root, tree, train), split, _share(val), root)
+        part = train
     else:
-        found = _checked_split(root, tree, split)
-    classes = list(check_names(sorted(tree.get("train", tree.get(part, found))), root))
+        found = _checked_split(root, tree, part)
+    classes = list(check_names(sorted(tree.get(train, tree.get(part, found))), root))
     strangers = sorted(set(found) - set(classes))
     if strangers:
         raise ValueError(
-            f"{root}/{split} has the class {strangers[0]!r} ({len(strangers)} such), not in {root}/train; "
+            f"{root}/{part} has the class {strangers[0]!r} ({len(strangers)} such), not in {root}/{train}; "
             "every class to be scored must be one that is trained."
         )
     return FolderSource(stored, part, classes, titles, found)
+
+
+def _split_folders(root: Path, split: str) -> set[str]:
+    """Return the names of the folders that are splits.
+
+    A class may be called Train: in another spelling than those of `_SPLITS`, one alone is a split if it holds folders.
+    """
+    alike = {name for name in _folders(root) if name.lower() in _SPELLINGS}
+    several = len({_SPELLINGS[name.lower()] for name in alike}) > 1
+    sure = {name for name in alike if several or name in _SPLITS or _folders(root / name)}
+    return sure | ({split} if (root / split).is_dir() else set())
+
+
+def _spelled(names: Collection[str], split: str) -> str:
+    """Return the name that the split has among `names`: its own, or the only other spelling of it."""
+    meant = _SPELLINGS.get(split.lower(), "")
+    alike = [name for name in names if _SPELLINGS.get(name.lower()) == meant]
+    return alike[0] if split not in names and len(alike) == 1 else split
+
+
+def _is_split(root: Path) -> bool:
+    """Tell if a folder is one split of the folder above; one in another spelling needs another split beside it."""
+    if root.name in _SPLITS or root.name.lower() not in _SPELLINGS:
+        return root.name in _SPLITS
+    return len(_SPELLINGS.keys() & {name.lower() for name in _folders(root.parent)}) > 1
 
 
 def _unsplit(root: Path) -> dict[str, dict[str, list]]:
@@ -180,11 +209,12 @@ def _say_once(root: Path, found: dict[str, list], whole: dict[str, list], split:
 def _checked_split(root: Path, tree: dict[str, dict[str, list]], split: str) -> dict[str, list]:
     if split not in tree:
         there = _folders(root) if root.is_dir() else sorted(tree)
-        other = next((name for name in there if name in _SPLITS and name != "train"), None)
+        train = _spelled(there, "train")
+        other = next((name for name in there if _SPELLINGS.get(name.lower(), "train") != "train"), None)
         hint = f"folder:PATH needs PATH/{split}/<class>/<image>."
-        if split == "val" and "train" in there:
+        if split == "val" and train in there:
             named = f", or name the split: --data.val-split {other} in training, --split {other} in evaluation"
-            hint = f"take it from train/ with {root}?val=0.1{named if other else ''}."
+            hint = f"take it from {train}/ with {root}?val=0.1{named if other else ''}."
         raise ValueError(f"{root} has no folder {split!r} (it has {', '.join(there[:8]) or 'no folders'}); {hint}")
     found = tree[split]
     empty = sorted(c for c, files in found.items() if not files)
@@ -296,15 +326,15 @@ class PairsSource(Source):
 
 def open_pairs(path: str, split: str, *, val: str | None = None) -> PairsSource:
     above = home_path(path)
-    root = above / split
-    whole = above.is_dir() and not any((above / s).is_dir() for s in (*_SPLITS, split))
+    here = _split_folders(above, split) if above.is_dir() else {split}
+    root, whole = above / _spelled(here, split), not here
     if not root.is_dir() and not whole:
         raise ValueError(f"there is no folder {root}; pairs:PATH needs PATH/{split}/photo.jpg and photo.txt beside it.")
     root = above if whole else root
     names = sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if is_image_name(p.name))
     if not names:
         raise ValueError(f"{root} holds no images with one of the endings {' '.join(IMAGE_SUFFIXES)}.")
-    if whole and above.name not in _SPLITS:
+    if whole and not _is_split(above):
         share, every = _HELD_OUT if val is None else _share(val), {"": [(name,) for name in names]}
         found = _held_out(every, split, share, root)
         _say_once(root, found, every, split, share)

@@ -128,6 +128,46 @@ def test_train_and_test(folder: Path):
         open_source(f"{folder}?val=0.2", "val")
 
 
+@pytest.mark.parametrize(("train", "val"), [("Train", "Validation"), ("training", "VALID"), ("train", "valid")])
+def test_splits_in_other_spellings(folder: Path, tmp_path: Path, train: str, val: str):
+    """Train/ and Validation/ are train/ and val/: as a folder, as a tar, each by its own path, and of pairs."""
+    before = {split: open_source(str(folder), split).fingerprint for split in ("train", "val")}
+    pairs = {split: open_source(f"pairs:{folder}", split).fingerprint for split in ("train", "val")}
+    (folder / "train").rename(folder / train)
+    (folder / "val").rename(folder / val)
+    tar = shutil.make_archive(str(tmp_path / "all"), "tar", tmp_path, "set")
+    for split, name in (("train", train), ("val", val)):
+        assert open_source(str(folder), split).fingerprint == open_source(tar, split).fingerprint == before[split]
+        assert open_source(str(folder / name), split).fingerprint == before[split]
+        assert open_source(f"pairs:{folder}", split).fingerprint == pairs[split]
+    assert open_source(str(folder), "val")[0].name == f"{val}/n1/im0.jpg"
+
+
+@pytest.mark.parametrize("other", ["Test", "Valid and Validation"])
+def test_splits_that_do_not_say_which_is_val(folder: Path, other: str):
+    """Train/ and Test/, or two that may be val/, are refused as train/ and test/ are; they are never classes."""
+    (folder / "train").rename(folder / "Train")
+    for name in other.split(" and "):
+        shutil.copytree(folder / "val", folder / name)
+    shutil.rmtree(folder / "val")
+    said = rf"no folder 'val' \(it has .*Train.*\); take it from Train/ with .*--data.val-split {other.split()[0]} in"
+    with pytest.raises(ValueError, match=said):
+        open_source(str(folder), "val")
+    assert len(open_source(f"{folder}?val=0.2", "val")) == 3
+
+
+def test_classes_with_names_of_splits(photos: Path):
+    """Beside other classes Train is one too, and a folder of photos may be called Test; images without classes in
+    Train/ and Test/ are refused."""
+    (photos / "cat").rename(photos / "Train")
+    assert open_source(str(photos), "train").classes == ("Train", "ant", "bee")
+    alone = photos.rename(photos.parent / "Test")
+    assert len(open_source(str(alone), "val")) == 6
+    (alone / "bee").rename(alone / "Test")
+    with pytest.raises(ValueError, match="Train holds no images in class folders"):
+        open_source(str(alone), "train")
+
+
 def test_images_without_classes(photos: Path):
     """Images that lie in the folder itself have no class, and the sentence says where to put them."""
     with pytest.raises(ValueError, match=r"holds images but no class folders; put them at ant/<class>/<image>"):
