@@ -57,6 +57,22 @@ def file_size(path: str | Path) -> int:
     return facts.st_size if stat.S_ISREG(facts.st_mode) else -1
 
 
+def files_below(folder: Path) -> Iterator[str]:
+    """Yield the name of every file below a folder, through links too. A folder is read once: links may make circles."""
+    waiting, seen = [""], set()
+    while waiting:
+        prefix = waiting.pop()
+        facts = os.stat(folder / prefix)
+        if (facts.st_dev, facts.st_ino) in seen:
+            continue
+        seen.add((facts.st_dev, facts.st_ino))
+        for entry in sorted(os.scandir(folder / prefix), key=lambda entry: entry.name, reverse=True):
+            if os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir():
+                waiting.append(f"{prefix}{entry.name}/")
+            else:
+                yield prefix + entry.name
+
+
 _BINARY = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 _one_at_a_time = threading.Lock()
 

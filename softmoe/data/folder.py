@@ -14,21 +14,25 @@ Validation/ are train/ and val/ in another spelling.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from softmoe.data.decode import BrokenImage, decode, read_image_file, read_member
-from softmoe.data.files import MAX_TEXT, ByteReader, Names, file_size, tar_members, unpacked
+from softmoe.data.files import MAX_TEXT, ByteReader, Names, file_size, files_below, tar_members, unpacked
 from softmoe.data.source import Example, MinSide, Source, checked_titles, fingerprint
 from softmoe.machine import home_path, is_first_process
 from softmoe.storage.files import MAX_JSON_BYTES, check_names, parse_json, read_json
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")
+_RAW = (".raw", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".raf", ".rw2", ".pef")
+_UNREAD = (".heic", ".heif", ".avif", ".jp2", ".j2k", ".jxl", ".psd", ".svg", *_RAW)
 _TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 _SPLITS = ("train", "val", "valid", "validation", "test")
 _SPELLINGS = {s: s for s in _SPLITS} | {"training": "train", "valid": "val", "validation": "val", "testing": "test"}
@@ -86,7 +90,7 @@ def open_folder(path: str, split: str, *, val: str | None = None) -> FolderSourc
             raise ValueError(
                 f"{root} is a file; images come as a folder with <class>/<image> in it, or a .tar or .tar.gz."
             )
-        tree, titles, stored = _scan_tar(unpacked(root))
+        tree, titles, stored = _scan_tar(unpacked(root), root)
         here = set(tree) if len(tree) > 1 else set(tree) & {*_SPLITS, split}
     else:
         here = _split_folders(root, split)
@@ -231,7 +235,10 @@ def _checked_split(root: Path, tree: dict[str, dict[str, list]], split: str) -> 
 
 
 def _scan_split(folder: Path) -> dict[str, list[tuple[str, int, int]]]:
-    return {c: sorted(_images_below(folder / c)) for c in _folders(folder)}
+    files = {c: list(files_below(folder / c)) for c in _folders(folder)}
+    _say_left_out(folder, itertools.chain(*files.values()))
+    images = {c: [name for name in names if is_image_name(name.rpartition("/")[2])] for c, names in files.items()}
+    return {c: sorted((name, 0, file_size(folder / c / name)) for name in names) for c, names in images.items()}
 
 
 def _folders(place: Path) -> list[str]:
@@ -240,20 +247,15 @@ def _folders(place: Path) -> list[str]:
     return sorted(name for name in found if name != "__MACOSX")
 
 
-def _images_below(folder: Path) -> Iterator[tuple[str, int, int]]:
-    """Yield every image below a folder, through links too. A folder is read once: links may lead in circles."""
-    waiting, seen = [""], set()
-    while waiting:
-        prefix = waiting.pop()
-        facts = os.stat(folder / prefix)
-        if (facts.st_dev, facts.st_ino) in seen:
-            continue
-        seen.add((facts.st_dev, facts.st_ino))
-        for entry in sorted(os.scandir(folder / prefix), key=lambda entry: entry.name, reverse=True):
-            if os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir():
-                waiting.append(f"{prefix}{entry.name}/")
-            elif is_image_name(entry.name):
-                yield prefix + entry.name, 0, file_size(entry.path)
+def _say_left_out(where: Path, names: Iterable[str]) -> None:
+    """Say which of the files are images that are not read, if any."""
+    unread = [name for name in names if name.lower().endswith(_UNREAD) and not name.rpartition("/")[2].startswith(".")]
+    if not unread or f"left out of {where}" in _told or not is_first_process():
+        return
+    _told.add(f"left out of {where}")
+    counts = Counter(os.path.splitext(name)[1].lower() for name in unread)
+    kinds = ", ".join(f"{count} {ending}" for ending, count in sorted(counts.items()))
+    _logger.warning("Left out of %s, since these are not read: %s; convert them to JPEG", where, kinds)
 
 
 def is_image_name(name: str) -> bool:
@@ -266,13 +268,14 @@ def _read_titles(root: Path) -> dict[str, str]:
     return checked_titles(read_json(file), str(file)) if file.is_file() else {}
 
 
-def _scan_tar(tar: Path) -> tuple[dict[str, dict[str, list]], dict[str, str], Path]:
+def _scan_tar(tar: Path, packed: Path) -> tuple[dict[str, dict[str, list]], dict[str, str], Path]:
     """Return the tree that a folder would give, with offsets; an enclosing folder (`tar c mydata`) is skipped."""
     members = list({member[0]: member for member in tar_members(tar)}.values())  # of one name the last, as tar does
     tops = {name.split("/", 1)[0] for name, _, _ in members}
     skip = len(tops.pop()) + 1 if len(tops) == 1 and not tops & {"train", "val"} else 0
     if skip and all(name[skip:].count("/") == 1 for name, _, _ in members):
         skip = 0  # a tar of one split only: that top folder is the split
+    _say_left_out(packed, (name for name, _, _ in members))
     tree: dict[str, dict[str, list]] = {}
     titles: dict[str, str] = {}
     for full_name, offset, size in members:
@@ -331,7 +334,9 @@ def open_pairs(path: str, split: str, *, val: str | None = None) -> PairsSource:
     if not root.is_dir() and not whole:
         raise ValueError(f"there is no folder {root}; pairs:PATH needs PATH/{split}/photo.jpg and photo.txt beside it.")
     root = above if whole else root
-    names = sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if is_image_name(p.name))
+    files = list(root.rglob("*"))
+    _say_left_out(root, (p.name for p in files))
+    names = sorted(p.relative_to(root).as_posix() for p in files if is_image_name(p.name))
     if not names:
         raise ValueError(f"{root} holds no images with one of the endings {' '.join(IMAGE_SUFFIXES)}.")
     if whole and not _is_split(above):

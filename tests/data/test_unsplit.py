@@ -76,6 +76,20 @@ def test_one_process_of_many_says_it(photos: Path, caplog: pytest.LogCaptureFixt
     assert len(caplog.messages) == 1
 
 
+@pytest.mark.parametrize("packed", ["", "tar", "gztar"])
+def test_images_that_are_not_read(photos: Path, packed: str, caplog: pytest.LogCaptureFixture):
+    """Photos of a phone that nothing here can read are counted in one line, said once; hidden files are not."""
+    for number in range(8):
+        (photos / "ant" / f"IMG_{number}.HEIC").write_bytes(b"x")
+    for name in ("a.avif", "._b.heic", "notes.txt"):
+        (photos / "bee" / name).write_bytes(b"x")
+    where = shutil.make_archive(str(photos), packed, photos.parent, "photos") if packed else str(photos)
+    assert [len(open_source(where, split)) for split in ("all", "all")] == [51, 51]
+    assert caplog.messages == [
+        f"Left out of {where}, since these are not read: 1 .avif, 8 .heic; convert them to JPEG",
+    ]
+
+
 def test_the_choice_is_stable(photos: Path, tmp_path: Path):
     """The same on another machine and at another path; a new image does not move the others from one part to the other,
     but for the one that a larger share lets in."""
