@@ -57,6 +57,12 @@ def file_size(path: str | Path) -> int:
     return facts.st_size if stat.S_ISREG(facts.st_mode) else -1
 
 
+def folders_in(place: Path) -> list[str]:
+    """List the folders in a folder, without hidden ones and the one that zip files of macOS bring along."""
+    found = (e.name for e in os.scandir(place) if os.path.isdir(e.path) and not e.name.startswith("."))
+    return sorted(name for name in found if name != "__MACOSX")
+
+
 def files_below(folder: Path) -> Iterator[str]:
     """Yield the name of every file below a folder, through links too. A folder is read once: links may make circles."""
     waiting, seen = [""], set()

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from softmoe.data.decode import BrokenImage, decode, read_image_file, read_member
-from softmoe.data.files import MAX_TEXT, ByteReader, Names, file_size, files_below, tar_members, unpacked
+from softmoe.data.files import MAX_TEXT, ByteReader, Names, file_size, files_below, folders_in, tar_members, unpacked
 from softmoe.data.source import Example, MinSide, Source, checked_titles, fingerprint
 from softmoe.machine import home_path, is_first_process
 from softmoe.storage.files import MAX_JSON_BYTES, check_names, parse_json, read_json
@@ -130,9 +130,9 @@ def _split_folders(root: Path, split: str) -> set[str]:
 
     A class may be called Train: in another spelling than those of `_SPLITS`, one alone is a split if it holds folders.
     """
-    alike = {name for name in _folders(root) if name.lower() in _SPELLINGS}
+    alike = {name for name in folders_in(root) if name.lower() in _SPELLINGS}
     several = len({_SPELLINGS[name.lower()] for name in alike}) > 1
-    sure = {name for name in alike if several or name in _SPLITS or _folders(root / name)}
+    sure = {name for name in alike if several or name in _SPLITS or folders_in(root / name)}
     return sure | ({split} if (root / split).is_dir() else set())
 
 
@@ -147,15 +147,19 @@ def _is_split(root: Path) -> bool:
     """Tell if a folder is one split of the folder above; one in another spelling needs another split beside it."""
     if root.name in _SPLITS or root.name.lower() not in _SPELLINGS:
         return root.name in _SPLITS
-    return len(_SPELLINGS.keys() & {name.lower() for name in _folders(root.parent)}) > 1
+    return len(_SPELLINGS.keys() & {name.lower() for name in folders_in(root.parent)}) > 1
 
 
 def _unsplit(root: Path) -> dict[str, dict[str, list]]:
     """Return the classes of a folder that has no splits, as the one split without a name."""
     classes = _scan_split(root)
     if not classes:
-        holds = "images but no class folders" if any(map(is_image_name, os.listdir(root))) else "no folders of images"
-        raise ValueError(f"{root} holds {holds}; put them at {root.name}/<class>/<image>.")
+        files = set(os.listdir(root))
+        images = [os.path.splitext(name)[0] for name in files if is_image_name(name)]
+        captions = any(f"{name}.txt" in files for name in images)
+        holds = "images but no class folders" if images else "no folders of images"
+        pairs = f"did you mean pairs:{root}, for the captions beside them? Else " if captions else ""
+        raise ValueError(f"{root} holds {holds}; {pairs}put them at {root.name}/<class>/<image>.")
     return {"": classes}
 
 
@@ -203,16 +207,16 @@ def _say_once(root: Path, found: dict[str, list], whole: dict[str, list], split:
     alone = [name for name, files in whole.items() if len(files) == 1]
     names = ", ".join(alone[:_NAMED]) + (f" and {len(alone) - _NAMED} more classes" if len(alone) > _NAMED else "")
     _logger.warning(
-        "%s has no train/ and val/: %d of its %d images are kept for validation, always the same %.3g %% of each class "
-        "(%s?val=0.2 keeps another share)%s",
-        *(root, held, total, 100 * share, root),
+        "%s has no train/ and val/: %d of its %d images are kept for validation, always the same %.3g %%%s?val=0.2 "
+        "keeps another share)%s",
+        *(root, held, total, 100 * share, f" (pairs:{root}" if "" in whole else f" of each class ({root}"),
         f"; none of {names}, which {'has one image' if len(alone) == 1 else 'have one image each'}" if alone else "",
     )
 
 
 def _checked_split(root: Path, tree: dict[str, dict[str, list]], split: str) -> dict[str, list]:
     if split not in tree:
-        there = _folders(root) if root.is_dir() else sorted(tree)
+        there = folders_in(root) if root.is_dir() else sorted(tree)
         train = _spelled(there, "train")
         other = next((name for name in there if _SPELLINGS.get(name.lower(), "train") != "train"), None)
         hint = f"folder:PATH needs PATH/{split}/<class>/<image>."
@@ -235,16 +239,10 @@ def _checked_split(root: Path, tree: dict[str, dict[str, list]], split: str) -> 
 
 
 def _scan_split(folder: Path) -> dict[str, list[tuple[str, int, int]]]:
-    files = {c: list(files_below(folder / c)) for c in _folders(folder)}
+    files = {c: list(files_below(folder / c)) for c in folders_in(folder)}
     _say_left_out(folder, itertools.chain(*files.values()))
     images = {c: [name for name in names if is_image_name(name.rpartition("/")[2])] for c, names in files.items()}
     return {c: sorted((name, 0, file_size(folder / c / name)) for name in names) for c, names in images.items()}
-
-
-def _folders(place: Path) -> list[str]:
-    """List the folders in a folder, without hidden ones and the one that zip files of macOS bring along."""
-    found = (e.name for e in os.scandir(place) if os.path.isdir(e.path) and not e.name.startswith("."))
-    return sorted(name for name in found if name != "__MACOSX")
 
 
 def _say_left_out(where: Path, names: Iterable[str]) -> None:

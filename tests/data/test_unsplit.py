@@ -188,11 +188,26 @@ def test_images_without_classes(photos: Path):
         open_source(str(photos / "ant"), "train")
 
 
-def test_pairs(photos: Path):
-    """Captioned photos need no splits either."""
+def test_captions_without_classes(photos: Path):
+    """Where captions lie beside the images, the sentence leads to pairs:PATH."""
+    (photos / "ant" / "notes.txt").write_text("x")
+    with pytest.raises(ValueError, match=r"no class folders; put them at ant/<class>/<image>"):
+        open_source(str(photos / "ant"), "train")
+    (photos / "ant" / "3.txt").write_text("an ant")
+    said = f"no class folders; did you mean pairs:{photos / 'ant'}, for the captions beside them?"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        open_source(str(photos / "ant"), "train")
+
+
+def test_pairs(photos: Path, caplog: pytest.LogCaptureFixture):
+    """Captioned photos need no splits either; they have no classes to speak of."""
     train, val = (open_source(f"pairs:{photos}", split) for split in ("train", "val"))
     assert (len(train), len(val)) == (46, 5)
     assert train.fingerprint != val.fingerprint
+    assert caplog.messages == [
+        f"{photos} has no train/ and val/: 5 of its 51 images are kept for validation, always the same 10 % "
+        f"(pairs:{photos}?val=0.2 keeps another share)"
+    ]
 
 
 def test_a_tar_without_splits(photos: Path, tmp_path: Path):
