@@ -208,8 +208,9 @@ def _say_once(root: Path, found: dict[str, list], whole: dict[str, list], split:
     names = ", ".join(alone[:_NAMED]) + (f" and {len(alone) - _NAMED} more classes" if len(alone) > _NAMED else "")
     _logger.warning(
         "%s has no train/ and val/: %d of its %d images are kept for validation, always the same %.3g %%%s?val=0.2 "
-        "keeps another share)%s",
+        "keeps another share%s)%s",
         *(root, held, total, 100 * share, f" (pairs:{root}" if "" in whole else f" of each class ({root}"),
+        ", --split all takes all, in training --data.val-split all" if split == "val" else "",
         f"; none of {names}, which {'has one image' if len(alone) == 1 else 'have one image each'}" if alone else "",
     )
 

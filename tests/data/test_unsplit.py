@@ -50,6 +50,14 @@ def test_classes_of_one_image(photos: Path, caplog: pytest.LogCaptureFixture):
     assert caplog.messages[0].endswith(f"; none of {named} and 2 more classes, which have one image each")
 
 
+def test_a_folder_to_test_on(photos: Path, caplog: pytest.LogCaptureFixture):
+    """Where validation images are asked for and no others, the note says how to have all of them."""
+    open_source(str(photos), "val")
+    assert caplog.messages[0].endswith(
+        f"({photos}?val=0.2 keeps another share, --split all takes all, in training --data.val-split all)"
+    )
+
+
 @pytest.mark.parametrize(("ending", "why"), [("", "no class has two"), ("?val=0", "?val=0 keeps none")])
 def test_nothing_for_validation(tmp_path: Path, ending: str, why: str, caplog: pytest.LogCaptureFixture):
     """Classes of one image each, or a share of nothing, can be trained on; to ask for validation images is refused."""
