@@ -19,6 +19,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import inspect
+import os
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from softmoe.data.files import folders_in
 from softmoe.machine import home_path
 from softmoe.storage.files import check_names
 
@@ -152,10 +154,14 @@ def parse_uri(uri: str) -> tuple[str, str, dict[str, str]]:
     elif scheme not in _SCHEMES and (not path or len(scheme) == 1) and ("/" in address or "\\" in address):
         raise ValueError(
             f"There is no folder {address}; a data source is a folder of images, or shapes, wds:PATTERN..."
+            f"{_nearest(Path(address).name, _siblings(address))}"
         )
     if scheme not in _SCHEMES:
         known = ", ".join(s if s in _WITHOUT_PATH else s + ":" for s in _SCHEMES)
-        raise ValueError(f"Unknown data source {uri!r}: it starts with one of {known}.{_nearest(scheme, _SCHEMES)}")
+        folders = [] if path else _siblings(address)
+        why = "it" if path else "there is no folder of that name, and a source of another kind"
+        hint = _nearest(scheme, [*folders, *_SCHEMES])
+        raise ValueError(f"Unknown data source {uri!r}: {why} starts with one of {known}.{hint}")
     if scheme in _WITHOUT_PATH and path:
         raise ValueError(f"The source {scheme!r} has no path, but {uri!r} gives {path!r}; write {scheme}?key=value.")
     if scheme not in _WITHOUT_PATH and not path:
@@ -224,6 +230,12 @@ def positive_int(name: str, value: str | int) -> int:
     if number < 1:
         raise ValueError(f"The option {name} must be a positive whole number, not {value!r}.")
     return number
+
+
+def _siblings(address: str) -> list[str]:
+    """Return the names of the folders beside where `address` would be."""
+    above = home_path(address).parent
+    return folders_in(above) if above.is_dir() and os.access(above, os.R_OK) else []
 
 
 def _nearest(word: str, words: Iterable[str]) -> str:

@@ -16,6 +16,11 @@ WRONG = [
     ("train runs/mian", "there is no run runs/mian; runs has main"),
     ("train small_data --data none/photos", "There is no folder none/photos"),
     ("train small_data --data photo", "Unknown data source 'photo'"),
+    (
+        "train small_data --data photo",
+        "there is no folder of that name, and a source of another kind starts with one of",
+    ),
+    ("train small_data --data photo", "Did you mean 'photos'?"),
     ("train small_data --data folder:none", "The data folder none does not exist"),
     (
         "train small_data --data mixed",

@@ -1,5 +1,7 @@
 """The strings that name a source."""
 
+from pathlib import Path
+
 import pytest
 
 from softmoe.data import Source, open_source
@@ -37,6 +39,17 @@ def test_parse():
 def test_mistakes(uri: str, words: str):
     """A wrong string is a ValueError that says what to write."""
     with pytest.raises(ValueError, match=words.replace("(", r"\(")):
+        open_source(uri, "train")
+
+
+@pytest.mark.parametrize("uri", ["photo", "./photo", "photo?val=0.2"])
+def test_mistyped_folder(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A folder that is not there is said to be none, and the one beside it that is nearest is named."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"[Tt]here is no folder .*\.$"):
+        open_source(uri, "train")
+    (tmp_path / "photos").mkdir()
+    with pytest.raises(ValueError, match=r"[Tt]here is no folder .* Did you mean 'photos'\?"):
         open_source(uri, "train")
 
 
