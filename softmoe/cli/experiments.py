@@ -38,14 +38,15 @@ def sweep_command(argv: list[str]) -> int:
     values = itertools.product(*(value.split(",") for value in grid.values()))
     cells = [dict(zip(grid, row, strict=True)) for row in values]
     dry = "--dry-run" in options
-    folders = []
-    for number, cell in enumerate(cells, 1):
+    configs = []
+    for cell in cells:
         settings = [word for key, value in cell.items() for word in (f"--{key}", value)]
         settings = [*(word for word in options if word != "--dry-run"), *settings, "--run-name", name_of(what[0], cell)]
         tuned = what[0] == "finetune"
-        config, _ = parse_finetune(what[1], what[2], settings) if tuned else parse_train(what[0], settings)
-        folders.append(Path(config.runs) / config.run_name)
-        print(f"run {number} of {len(cells)}: {folders[-1]}", flush=True)
+        configs.append((parse_finetune(what[1], what[2], settings) if tuned else parse_train(what[0], settings))[0])
+    folders = [Path(config.runs) / config.run_name for config in configs]
+    for number, (config, folder) in enumerate(zip(configs, folders, strict=True), 1):
+        print(f"run {number} of {len(cells)}: {folder}", flush=True)
         code = 0 if dry else drive(config, False)
         if code:
             return code

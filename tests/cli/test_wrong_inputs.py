@@ -123,6 +123,7 @@ WRONG = [
     ("serve saved --port 99999", "--port must be from 0 to 65535, got 99999"),
     ("tokenizer tran photos", "softmoe tokenizer has the commands train and show, not 'tran'"),
     ("sweep small_data lr=a,b --data photos", "--schedule.peak must be a number, got 'a'"),
+    ("sweep small_data num_experts=4,x --data photos --steps 3", "--model.num-experts cannot be 'x'"),
     ("plan soft_b16_128e --devices 8 --memory 40", "--memory must be a size like 40GB or 80GiB, got '40'"),
     ("search saved '' photos", "the text to search for is empty"),
     ("zeroshot saved photos", "saved is a model for images alone"),
