@@ -6,6 +6,7 @@ way here gets the sentence that says how.
 """
 
 import difflib
+import mimetypes
 import shlex
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -141,10 +142,11 @@ def check_options(argv: Sequence[str], command: str, places: Sequence[str], opti
 def check_model(command: str, words: Sequence[str]) -> None:
     """Raise ValueError, without torch, if the first word cannot be a model; say so if another of the words is one."""
     first = words[0].partition("?")[0]
-    why = why_no_model(first)
-    if why is None:
-        return
     model = next((word for word in words[1:] if word == "demo" or holds_model(home_path(word))), None)
+    image = (mimetypes.guess_type(first)[0] or "").startswith("image/")
+    why = why_no_model(first)
+    if why is None and not (image and model):
+        return
     if model is not None:
         others = [word for word in words if word != model]
         raise ValueError(f"MODEL comes first: softmoe {command} {shlex.join([model, *others])}")

@@ -152,6 +152,7 @@ WRONG = [
         "three has 3 classes, some outside the model's head, which has 2",
     ),
     ("predict photos runs/main", "MODEL comes first: softmoe predict runs/main photos"),
+    ("predict photos/ant/0.jpg runs/main", "MODEL comes first: softmoe predict runs/main photos/ant/0.jpg"),
     ("evaluate photos saved", "MODEL comes first: softmoe evaluate saved photos"),
     ("evaluate 'shapes?size=16' demo", "MODEL comes first: softmoe evaluate demo 'shapes?size=16'"),
     ("finetune photos demo", "MODEL comes first: softmoe finetune demo photos"),
