@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
@@ -118,17 +119,23 @@ def report_command(argv: list[str]) -> int:
     a = parse(ReportArguments, argv, "report")
     if not a.runs:
         raise ValueError("give the folders of runs: softmoe report RUNS...")
-    for folder in a.runs:
+    early = [f for f in a.runs if (f / "checkpoints").is_dir() and not (f / "metrics.jsonl").exists()]
+    runs = [folder for folder in a.runs if folder not in early]
+    for folder in runs:
         check_run(folder)  # a typo shall not wait for torch
+    for folder in early:
+        print(f"softmoe: {folder} is left out: the run stopped before its first metrics", file=sys.stderr)
+    if not runs:
+        raise ValueError("none of the runs has metrics yet: softmoe train RUN continues one")
 
     from softmoe.report import load_run, summary_table, table_text, write_report
 
-    records = [load_run(folder) for folder in a.runs]
+    records = [load_run(folder) for folder in runs]
     for record in records:
         if record.damaged:
             print(f"{record.folder}: {record.damaged} damaged lines of metrics.jsonl are left out")
     print(table_text(summary_table(records)))
-    print(write_report(records, a.out or a.runs[0] / "report.html", title=a.title))
+    print(write_report(records, a.out or runs[0] / "report.html", title=a.title))
     return 0
 
 

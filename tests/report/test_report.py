@@ -109,3 +109,15 @@ def test_long_names_hide_nothing(runs: list[Path]) -> None:
 def test_not_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
     assert "not the folder of a run" in capsys.readouterr().err
+
+
+def test_a_run_without_metrics_is_left_out(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that was stopped early does not keep the others from their page; alone it is refused."""
+    early, page = tmp_path / "early", tmp_path / "page.html"
+    (early / "checkpoints").mkdir(parents=True)
+    (early / "config.json").write_text((runs[1] / "config.json").read_text())
+    assert main(["report", str(early), str(runs[1]), "--out", str(page)]) == 0
+    assert f"{early} is left out" in capsys.readouterr().err
+    assert "<td>dense</td>" in page.read_text()
+    assert main(["report", str(early)]) == 2
+    assert "none of the runs has metrics yet" in capsys.readouterr().err
