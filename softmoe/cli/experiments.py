@@ -64,9 +64,10 @@ def name_of(recipe: str, cell: dict[str, str]) -> str:
 def show_sweep(cells: list[dict[str, str]], folders: list[Path]) -> None:
     from softmoe.inspection.page import number_cell
     from softmoe.report import load_run, table_text, write_report
+    from softmoe.report.runs import accuracy_name
 
     runs = [load_run(folder) for folder in folders]
-    best = ("best top-1 %", "last loss", "seconds")
+    best = (f"best {accuracy_name(runs)} %", "last loss", "seconds")
     rows = [
         (
             *cell.values(),

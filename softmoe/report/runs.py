@@ -13,16 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import torch
 
 from softmoe.budget import cost
 from softmoe.budget.report import aligned
 from softmoe.evaluate.mistakes import mistakes_section
 from softmoe.inspection.page import number_cell
 from softmoe.inspection.plots import finish, legend, panels, pyplot
+from softmoe.models import TwoTower, TwoTowerConfig
 from softmoe.moe import SoftConfig
 from softmoe.storage.files import flatten, read_json, write_text
 from softmoe.storage.pages import data_address, render
-from softmoe.train.folder import RunRecord
+from softmoe.storage.saved import parse_architecture, split_architecture
+from softmoe.train.folder import RunFolder, RunRecord
 
 COLORS = ("#0b6e99", "#d1495b", "#66a182", "#edae49", "#6a4c93", "#444444")
 COLUMNS = (
@@ -33,8 +36,8 @@ COLUMNS = (
     "images",
     "TFLOP",
     "seconds",
-    "best top-1 %",
-    "last top-1 %",
+    "best {} %",
+    "last {} %",
     "top-5 %",
     "loss",
 )
@@ -43,9 +46,10 @@ COLUMNS = (
 def comparison(runs: list[RunRecord]) -> Any:
     """Draw validation accuracy against computation and against time, and training loss against images."""
     figure, (axes,) = panels(1, 3, 13 / 3, 4.2)
+    accuracy = f"validation {accuracy_name(runs)} (%)"
     shown = (
-        ("flops", "val/top1", 1e-12, 100.0, "training TFLOPs", "validation top-1 (%)"),
-        ("device_seconds", "val/top1", 1.0, 100.0, "training seconds", "validation top-1 (%)"),
+        ("flops", "val/top1", 1e-12, 100.0, "training TFLOPs", accuracy),
+        ("device_seconds", "val/top1", 1.0, 100.0, "training seconds", accuracy),
         ("images", "loss", 1e-3, 1.0, "thousand images seen", "training loss"),
     )
     for axis, (x, y, x_factor, y_factor, x_label, y_label) in zip(axes, shown, strict=True):
@@ -176,15 +180,40 @@ def lead(first: RunRecord, second: RunRecord) -> str:
     )
 
 
+def accuracy_name(runs: list[RunRecord]) -> str:
+    """Return what val/top1 counts: classes, or in runs with texts the images and captions that find each other."""
+    return "pairs matched" if all(run.config.text.size is not None for run in runs) else "top-1"
+
+
+def towers_of(run: RunRecord) -> TwoTowerConfig | None:
+    """Return the towers of a run with texts, with the vocabulary as learned if there is a checkpoint; else None."""
+    text = run.config.text
+    if text.size is None:
+        return None
+    try:
+        found = read_json(RunFolder(run.folder).chosen_checkpoint() / "config.json")
+        return split_architecture(parse_architecture(found))[1]
+    except ValueError:
+        image = run.config.model.resolve(None, run.config.data.transform.image_size)
+        return text.resolve(image, text.vocab_size)
+
+
+def parameters(towers: TwoTowerConfig) -> int:
+    """Count the parameters of both towers, without building them in memory."""
+    with torch.device("meta"):
+        return sum(value.numel() for value in TwoTower(towers).parameters())
+
+
 def summary_table(runs: list[RunRecord]) -> list[tuple[str, ...]]:
-    """Return a header and a line per run, as text."""
-    lines: list[tuple[str, ...]] = [COLUMNS]
+    """Return a header and a line per run, as text. The FLOPs per image are those of the image tower alone."""
+    lines: list[tuple[str, ...]] = [tuple(column.format(accuracy_name(runs)) for column in COLUMNS)]
     for run in runs:
-        price = cost(run.model)
+        towers = towers_of(run)
+        price = cost(towers.image if towers else run.model)
         lines.append(
             (
                 run.name,
-                f"{price.params:,}",
+                f"{parameters(towers) if towers else price.params:,}",
                 f"{price.forward_flops / 1e6:.1f}",
                 number_cell(run.last("step"), ",.0f"),
                 number_cell(run.last("images"), ",.0f"),

@@ -10,6 +10,7 @@ import torch
 from softmoe.convert import from_pretrained
 from softmoe.data import open_source, some_captions, train_tokenizer
 from softmoe.evaluate import extract, load_towers
+from softmoe.report import load_run, summary_table
 from softmoe.storage.checkpoint import read_checkpoint
 from softmoe.train import TextSection, TrainConfig, train
 from softmoe.train.folder import write_model
@@ -48,6 +49,18 @@ def test_a_stopped_run_continues_to_the_same_bits(text_config, tmp_path):
         assert torch.equal(final(again)[name], value), name
     one, other = ([row["loss"] for row in read_metrics(folder.metrics) if "loss" in row] for folder in (whole, again))
     assert one == other
+
+
+def test_a_report_counts_both_towers(text_config):
+    """With the vocabulary that the captions gave, not the one asked for; what is counted are pairs, not classes."""
+    folder = train(replace(text_config(steps=2), text=replace(TEXT, vocab_size=4000))).folder
+    header, line = summary_table([load_run(folder.path)])
+    shown = dict(zip(header, line, strict=True))
+    weights = final(folder, 2)
+    assert len(weights["text.embed.weight"]) < 4000
+    assert shown["parameters"] == f"{sum(value.numel() for value in weights.values()):,}"
+    assert shown["best pairs matched %"] != "-"
+    assert "last top-1 %" not in shown
 
 
 def test_another_tokenizer_is_another_run(text_config, tmp_path):
