@@ -111,7 +111,9 @@ def test_not_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "not the folder of a run" in capsys.readouterr().err
 
 
-def test_a_run_without_metrics_is_left_out(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_metrics_is_left_out(
+    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A run that was stopped early does not keep the others from their page; alone it is refused."""
     early, page = tmp_path / "early", tmp_path / "page.html"
     (early / "checkpoints").mkdir(parents=True)
