@@ -130,8 +130,8 @@ def open_wds(
         raise ValueError(f"The option order is 'examples' or 'shards', not {order!r}.")
     if "{split}" not in pattern and split != "train" and split_name != "any":
         raise ValueError(
-            f"The pattern {pattern!r} gives the training shards for {split!r} too; write {{split}} where "
-            "the name differs, or add ?split_name=any if these are the right shards."
+            f"The pattern {pattern!r} does not say which shards are for {split!r}; write {{split}} where the names of "
+            f"splits differ, or wds:{pattern}?split_name=any if these are the ones."
         )
     named = pattern.replace("{split}", split)
     if _ADDRESS.match(pattern):

@@ -104,6 +104,7 @@ def test_mistakes(shards, write_tar, picture, encoded):
     for uri, split, words in (
         (f"wds:{shards}/train-{{000..005}}.tar", "train", "No file .*train-002.tar"),
         (f"wds:{shards}/train-000.tar", "val", r"write \{split\}"),
+        (f"wds:{shards}/b.tar", "val", r"not say which shards are for 'val'.*wds:.*/b.tar\?split_name=any if"),
         (f"wds:{shards}/train-{{x}}.tar", "train", "neither a range"),
         (f"wds:{shards}/train-000.tar?classes=2", "train", "label 3, outside the 2 classes"),
         (f"wds:{shards}/train-000.tar?order=up", "train", "'examples' or 'shards'"),
