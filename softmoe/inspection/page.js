@@ -81,7 +81,7 @@
     constructor(model, number) {
       this.model = model;
       this.node = document.getElementById("panel").content.firstElementChild.cloneNode(true);
-      this.image = 0; this.layer = 0; this.slot = 0; this.patch = 0; this.turn = 0;
+      this.image = 0; this.layer = model.layers.length - 1; this.slot = null; this.patch = 0; this.turn = 0;
       this.load = remember(decode, 6);
       const heading = this.node.querySelector("h2");
       heading.textContent = model.name;
@@ -89,7 +89,8 @@
       this.node.setAttribute("aria-labelledby", heading.id);
       const layer = find(this.node, "layer");
       model.layers.forEach((l, i) => layer.add(new Option(l.label, String(i))));
-      layer.addEventListener("change", () => { this.layer = Number(layer.value); this.slot = 0; this.show(); });
+      layer.value = String(this.layer);
+      layer.addEventListener("change", () => { this.layer = Number(layer.value); this.slot = null; this.show(); });
       for (const name of ["kind", "order", "stretch"]) find(this.node, name).addEventListener("change", () => this.show());
       find(this.node, "previous").addEventListener("click", () => this.step(-1));
       find(this.node, "next").addEventListener("click", () => this.step(1));
@@ -124,6 +125,8 @@
       this.picture = picture;
       this.patch = Math.min(this.patch, this.grid[0] * this.grid[1] - 1);
       this.order = this.sorted();
+      if (this.slot === null) this.slot = tables.given.indexOf(Math.max(...tables.given)); // the strongest
+      Object.assign(find(this.node, "plain"), { src: picture.src, alt: shown.caption });
       find(this.node, "prediction").textContent = shown.prediction;
       this.gallery();
       this.draw();
@@ -158,6 +161,7 @@
       canvas.height = Math.round(this.picture.height * scale);
       const pen = canvas.getContext("2d"), w = canvas.width / columns, h = canvas.height / rows;
       pen.imageSmoothingEnabled = scale < 2;
+      find(this.node, "plain").style.imageRendering = scale < 2 ? "auto" : "pixelated";
       pen.drawImage(this.picture, 0, 0, canvas.width, canvas.height);
       const { values, shade } = this.shades(this.slot);
       shade.forEach((s, i) => {

@@ -49,6 +49,9 @@ try {
   out.heading = panel.querySelector("h2").textContent;
   out.caption = document.getElementById("caption").textContent;
   out.prediction = $("prediction").textContent;
+  out.opened = [$("layer").value, Number($("gallery").querySelector("[aria-selected=true]").dataset.slot)];
+  out.plain = $("plain").src === document.querySelector("#images img").src;
+  for (const at of [panel, other]) { await set($("layer", at), "0"); $("gallery", at).children[0].click(); }
   out.slots = slots();
   await changes("next", () => $("next").click());
   out.slot = $("slot").textContent;
@@ -204,6 +207,16 @@ def test_the_shown_weights_are_the_models(played, models):
         assert share == pytest.approx(100 * combine[slot], rel=0.08, abs=0.01)
     assert split(played["feeds"][0])[0] == combine.argmax()
     assert len(played["feeds"]) == 8
+
+
+def test_the_page_opens_on_the_strongest_slot_of_the_last_layer(played, models):
+    """The slot that gives most to the outputs of the first image, with the plain image beside it."""
+    layers = list(inspection(models[0], "model").layers)
+    given = routing_of(models[0], layers[-1]).combine_weights[0].flatten(1).mean(0)
+    assert played["opened"] == [str(len(layers) - 1), int(given.argmax())]
+    assert int(given.argmax()) != 0
+    assert len(layers) > 1
+    assert played["plain"]
 
 
 def split(line):
