@@ -36,7 +36,7 @@ def report() -> dict:
         {"class": n, "images": i, "right": r, "predicted": p}
         for n, i, r, p in zip(NAMES, (2, 1, 1), (1, 1, 0), (2, 2, 0), strict=True)
     ]
-    numbers = {"top1": 0.5, "top5": 1.0, "class_mean": 0.5, "calibration_error": 0.1}
+    numbers = {"top1": 0.5, "top5": 1.0, "class_mean": 0.5, "loss": 1.25, "calibration_error": 0.1, "confidence": 0.8}
     return {"model": "m", "images": 4, "numbers": numbers, "classes": classes, **mistakes.to_dict(NAMES, Source())}  # pyright: ignore[reportArgumentType]
 
 
@@ -102,3 +102,5 @@ def test_the_page(tmp_path: Path):
     section = mistakes_section(report())
     assert re.findall(r"<tr><td>(.*?)</td>", section) == ["cat", "ant", "bee &lt;b&gt;"]
     assert text.count("<img") == 2
+    assert "<tr><td>loss</td><td>1.2500</td></tr>" in text
+    assert "<tr><td>mean confidence</td><td>80.00 %</td></tr>" in text
