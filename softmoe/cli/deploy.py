@@ -1,6 +1,7 @@
 """`softmoe export`, `upload` and `serve`: a trained model out in the world."""
 
 import os
+import sys
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Literal
@@ -106,11 +107,15 @@ def serve_command(argv: list[str]) -> int:
     if not 0 <= a.port <= 65535:
         raise ValueError(f"--port must be from 0 to 65535, got {a.port}")
 
+    from softmoe.inference.serving import listen, serve
+
+    listen(a.host, a.port).close()  # a port in use shall not wait for the model
+    print(f"loading {a.model}", file=sys.stderr, flush=True)
+
     from softmoe.data.decoders import Decoders, pixel_reader
     from softmoe.evaluate import load
     from softmoe.evaluate.classify import Predictor
     from softmoe.inference.service import Service
-    from softmoe.inference.serving import serve
 
     loaded = load(
         a.model, device=a.device, image_size=a.image_size, weights=a.weights, precision=a.precision, told=a.told

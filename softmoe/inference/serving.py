@@ -179,6 +179,14 @@ def possible_connections(wanted: int) -> int:
     return wanted
 
 
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that takes connections; ValueError where another program does, or the address is not ours."""
+    try:
+        return socket.create_server((host, port), backlog=BACKLOG)
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"cannot listen at {host}, port {port}: {error}") from error
+
+
 def serve(service: Service, host: str, port: int, started: Callable[[str], None]) -> None:
     """Serve at `host` and `port` (0: any free one) until SIGTERM or SIGINT; then answer what waits and return.
 
@@ -186,10 +194,10 @@ def serve(service: Service, host: str, port: int, started: Callable[[str], None]
     process, which then does not return.
     """
     try:
-        listener = socket.create_server((host, port), backlog=BACKLOG)
-    except (OSError, OverflowError) as error:
+        listener = listen(host, port)
+    except ValueError:
         service.close()
-        raise ValueError(f"cannot listen at {host}, port {port}: {error}") from error
+        raise
     server = Server(service)
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn takes them later, and raises them again when all is done
         signal.signal(number, server.handle_exit)

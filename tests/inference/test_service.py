@@ -191,9 +191,16 @@ def test_a_failing_model():
         assert ask(port, "/classify", b"b'fine'")[0] == 200
 
 
-def test_a_port_in_use(tmp_path, capsys):
-    """A port that is taken is one line and exit code 2."""
+def test_a_port_in_use(tmp_path, capsys, monkeypatch):
+    """A port that is taken is one line and exit code 2, before the model is loaded; loading it is said."""
+
+    def loading(*_, **__):
+        raise ValueError("the model was loaded")
+
+    monkeypatch.setattr("softmoe.evaluate.load", loading)
     softmoe.save_pretrained(tiny(), tmp_path / "model")
+    assert main(["serve", str(tmp_path / "model"), "--port", "0"]) == 2
+    assert capsys.readouterr().err.startswith(f"loading {tmp_path / 'model'}\n")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["serve", str(tmp_path / "model"), "--port", str(taken.getsockname()[1])]) == 2
     error = capsys.readouterr().err
