@@ -178,7 +178,7 @@ def collapse(model: Inspection) -> Any | None:
         legend(axis)
     if known:
         axes[-1].plot(names, [np.nan if s is None else s for s in scales], "o-", color="#66a182")
-        axes[-1].set(ylabel="scale of the logits")
+        axes[-1].set(ylabel="scale of the logits", ylim=(1.1 * min(0.0, *known), 1.1 * max(1.0, *known)))
     for axis in axes:
         axis.tick_params(axis="x", rotation=60 if len(names) > 6 else 0, labelsize=8)
         plain(axis)

@@ -60,6 +60,7 @@ def comparison(runs: list[RunRecord]) -> Any:
                 [a * x_factor for a in xs], [b * y_factor for b in ys], color=color, marker=mark, ms=4, label=run.name
             )
         finish(axis, x_label, y_label)
+        axis.locator_params(axis="x", nbins=5)  # labels such as 0.0025 are wide
     legend(axes[0])
     return figure
 

@@ -35,6 +35,14 @@ def test_figures(router, names, tmp_path, monkeypatch):
         assert all(ink(path, axis) > 0.001 for axis in panels), path.stem
 
 
+def test_scales_that_are_alike_look_alike():
+    """The axis of the scale begins at 0: what differs by a hundredth is no slope."""
+    axis = plots.collapse(inspection(tiny_model("soft"), "soft")).axes[-1]
+    low, high = axis.get_ylim()
+    assert axis.get_ylabel() == "scale of the logits"
+    assert low <= 0 < max(axis.lines[0].get_ydata()) < high
+
+
 def test_shading():
     """The heaviest patch keeps its brightness, others darken by their share; a class token has no place."""
     pixels = np.full((4, 8, 3), 200, dtype=np.uint8)

@@ -69,6 +69,7 @@ def test_page_is_whole_and_escaped(runs: list[Path], tmp_path: Path) -> None:
     assert "<svg" in page
     assert "src=" not in page
     assert '<link rel="stylesheet"' not in page
+    assert '<table class="settings">' in page  # whose long names and values wrap
 
 
 def test_figures(runs: list[Path]) -> None:
@@ -104,6 +105,15 @@ def test_long_names_hide_nothing(runs: list[Path]) -> None:
     assert nothing_hides(figure)
     assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == [run.name for run in many]
     assert nothing_hides(router_health(many[0]))
+
+
+def test_wide_numbers_do_not_run_into_each_other(runs: list[Path]) -> None:
+    """The labels 0.0025, 0.0050, ... of the FLOPs of a small sweep have room between them."""
+    rows = tuple({"step": step, "val/top1": 0.5, "flops": step * 1.75e9} for step in range(11))
+    figure = comparison([replace(load_run(runs[0]), rows=rows)])
+    figure.canvas.draw()
+    boxes = [label.get_window_extent() for label in figure.axes[0].get_xticklabels()]
+    assert all(a.x1 + 4 < b.x0 for a, b in zip(boxes, boxes[1:], strict=False))
 
 
 def test_not_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
