@@ -108,6 +108,15 @@ def whole_key(name: str, keys: Collection[str]) -> str:
     return ends[0] if ends else name
 
 
+def as_typed(message: str, argv: Sequence[str], keys: Collection[str]) -> str:
+    """Put the flag that was typed before a message that begins with the whole key it stands for."""
+    key = message.split(" ", 1)[0][2:].replace("-", "_")
+    typed = [word.partition("=")[0] for word in argv if word.startswith("--") and word != "--"]
+    names = {word[2:].replace("-", "_"): word for word in typed}
+    short = next((word for name, word in names.items() if name != key and whole_key(name, keys) == key), None)
+    return f"{short}: {message}" if short else message
+
+
 def nearest(name: str, keys: Collection[str]) -> str | None:
     """Return the key that a misspelled word is most like, whole or by its last part; None if it is like none."""
     words = {*keys, *(key.rsplit(".", 1)[-1] for key in keys), *OTHER_NAMES}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hi
 
 import tyro
 
-from softmoe.cli.habits import check_model, check_options, nearest, parse_size, translate
+from softmoe.cli.habits import as_typed, check_model, check_options, nearest, parse_size, translate
 from softmoe.evaluate.api import OneModel, TwoTowerModel, as_list
 from softmoe.machine import is_first_process, use_threads
 from softmoe.storage.files import write_text
@@ -206,21 +206,24 @@ def parse_run(default: "TrainConfig", argv: list[str], prog: str, *, new: bool =
     switches = {key for key, value in values.items() if isinstance(value, bool)}
     switches |= {f"model.{name}" for name, hint in hints.items() if bool in (hint, *get_args(hint))}
     keys = [*values, *(f"model.{name}" for name in types), "epochs", "dry_run", "help"]
-    argv, given = translate(argv, keys, switches)
+    words, given = translate(argv, keys, switches)
     for name in sorted(given.difference(keys)):
         if near := nearest(name, keys):
             typed, meant = (word.replace("_", "-") for word in (name, near))
             raise ValueError(f"there is no --{typed}, did you mean --{meant}? ({prog} --help)")
     model = default.model
     start = config(**vars(default) | {"model": section(**vars(model) | {"options": {}} | model.options)})
-    found: Any = read_words(
-        arguments,
-        args=argv,
-        prog=prog,
-        default=arguments(start),
-        description="",
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+    try:
+        found: Any = read_words(
+            arguments,
+            args=words,
+            prog=prog,
+            default=arguments(start),
+            description="",
+            config=(tyro.conf.FlagCreatePairsOff,),
+        )
+    except ValueError as error:
+        raise ValueError(as_typed(str(error), argv, keys)) from None
     settings = {
         name: value for name in types if (value := getattr(found.config.model, name)) != model.options.get(name)
     }
