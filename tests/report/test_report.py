@@ -1,6 +1,7 @@
 """Reports: read back what training wrote, compare it truly, and let nothing in a name run in the page."""
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -113,7 +114,7 @@ def test_wide_numbers_do_not_run_into_each_other(runs: list[Path]) -> None:
     figure = comparison([replace(load_run(runs[0]), rows=rows)])
     figure.canvas.draw()
     boxes = [label.get_window_extent() for label in figure.axes[0].get_xticklabels()]
-    assert all(a.x1 + 4 < b.x0 for a, b in zip(boxes, boxes[1:], strict=False))
+    assert all(a.x1 + 4 < b.x0 for a, b in pairwise(boxes))
 
 
 def test_not_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
