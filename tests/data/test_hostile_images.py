@@ -42,7 +42,7 @@ def segment(marker: int, body: bytes) -> bytes:
 
 
 def with_exif(jpeg: bytes) -> bytes:
-    """The same JPEG with EXIF, which Pillow decodes."""
+    """Return a JPEG with an EXIF segment added, so that Pillow decodes it."""
     return jpeg[:2] + segment(0xE1, b"Exif\0\0") + jpeg[2:]
 
 

@@ -48,7 +48,7 @@ def test_it_is_the_sum_of_mlp_and_moe():
 
 
 def test_masked_tokens_get_the_mlp_alone():
-    """What stands at masked places changes no other output, and receives what the MLP gives it."""
+    """Masked tokens change no other output, and receive what the MLP gives them."""
     layer = make_layer()
     nn.init.normal_(layer.experts.w2)
     x, mask = torch.randn(2, 5, 8), torch.tensor([[True] * 3 + [False] * 2] * 2)

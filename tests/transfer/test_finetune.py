@@ -110,7 +110,7 @@ def test_the_head_is_kept_for_the_same_classes(make_config, tmp_path):
 
 
 def test_a_head_on_several_blocks_is_kept_too(make_config, tmp_path, capsys):
-    """Of --refit-head: a run on the same classes starts with its head and blocks, and says where it does not."""
+    """A run on the classes of a head from --refit-head starts with that head and its blocks, or says why not."""
     torch.manual_seed(0)
     classes = open_source(make_config().data.train, "train").classes
     old = VisionTransformer(replace(SHAPE, num_classes=len(classes), head_blocks=(0, 1)))
