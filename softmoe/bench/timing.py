@@ -149,7 +149,7 @@ def gpu_facts() -> dict[str, Any]:
     if not on_cuda():
         return {}
     autocast = str(torch.get_autocast_dtype("cuda")) if torch.is_autocast_enabled("cuda") else "torch.float32"
-    tf32 = ", TF32" if torch.backends.cuda.matmul.allow_tf32 else ""
+    tf32 = ", TF32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else ""
     return {"gpu": torch.cuda.get_device_name(), "products": autocast.removeprefix("torch.") + tf32}
 
 

@@ -155,12 +155,10 @@ def _onnx(model: nn.Module, images: Tensor, target: Path) -> Run:
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns that torchvision is missing
     size = sum(tensor.nbytes for tensor in model.state_dict().values())
     torch.onnx.export(
-        model,
-        (images,),
-        str(target),
+        trace(model, images),
+        f=str(target),
         input_names=["images"],
         output_names=["outputs"],
-        dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
         dynamo=True,
         external_data=size > _ONNX_LIMIT,
         verbose=False,

@@ -137,10 +137,10 @@ def test_float32_on_cuda_is_that_of_training(monkeypatch: pytest.MonkeyPatch) ->
     """What is timed in float32 on a GPU multiplies as a training run in float32 does there: in TF32."""
     from softmoe.bench import timed_on
 
-    before = torch.backends.cuda.matmul.allow_tf32
     monkeypatch.setattr("softmoe.machine.choose_device", torch.device)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of autocast, where there is no GPU
+        warnings.simplefilter("ignore")  # of autocast, where there is no GPU, and of torch 2.9's switch
+        before = torch.backends.cuda.matmul.allow_tf32
         with timed_on("cuda", "layer"):
             assert torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = before
+        torch.backends.cuda.matmul.allow_tf32 = before

@@ -32,6 +32,8 @@ def why_not() -> str | None:
     """The reason why this machine cannot build the library, or None."""
     if not sys.platform.startswith("linux"):
         return "the fake device is built for Linux"
+    if (torch_folder() / "lib" / "libtorch_cuda.so").exists():
+        return "this build of torch has a CUDA device of its own, beside which there can be no fake one"
     return None if shutil.which("g++") else "no C++ compiler (g++) to build the fake device with"
 
 

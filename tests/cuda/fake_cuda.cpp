@@ -11,7 +11,11 @@ using c10::DeviceIndex;
 using c10::DeviceType;
 using c10::Stream;
 
-struct Guard final : c10::impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  DeviceType type() const override { return DeviceType::CUDA; }
+  DeviceIndex deviceCount() const noexcept override { return 1; }
+  void setDevice(Device) const override {}
+  void uncheckedSetDevice(Device) const noexcept override {}
   Device exchangeDevice(Device) const override { return Device(DeviceType::CUDA, 0); }
   Device getDevice() const override { return Device(DeviceType::CUDA, 0); }
   Stream getStream(Device) const noexcept override { return Stream(Stream::DEFAULT, getDevice()); }

@@ -43,7 +43,9 @@ try {
   const feeds = (at = panel) => [...$("feeds", at).children].map((item) =>
     item.firstChild.children ? columns(item.firstChild) : item.textContent);
   const changes = async (name, act) => {
-    const before = look(); await act(); await wait(60); out[name] = look() !== before; };
+    const before = look(); await act(); await wait(60);
+    for (let times = 0; look() === before && times < 20; times++) await wait(50);
+    out[name] = look() !== before; };
   out.state = document.documentElement.dataset.state;
   out.panels = document.querySelectorAll(".model").length;
   out.heading = panel.querySelector("h2").textContent;
@@ -74,6 +76,7 @@ try {
   out.flat = slots();
   await set($("order"), "weight");
   out.weight = slots();
+  $("gallery").children[0].click();
   await changes("gallery", () => $("gallery").children[4].click());
   out.chosen = $("gallery").querySelector("[aria-selected=true]").dataset.slot;
   $("gallery").children[4].focus();
