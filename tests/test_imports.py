@@ -20,7 +20,7 @@ UPPER = MIDDLE | {"accelerate", "budget", "parallel", "inference", "convert", "d
 TOP = UPPER | {"train", "transfer", "evaluate", "inspection"}
 ALL = TOP | {"studies", "recipes", "bench", "report", "cli"}
 MAY_IMPORT: dict[str, set[str]] = {
-    **{name: set[str]() for name in ("machine", "ignore_sigint", WRITER)},
+    **{name: set[str]() for name in ("machine", WRITER)},
     "moe": set(),
     "models": {"moe"},
     BUILDER: {"machine", WRITER},

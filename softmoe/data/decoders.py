@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import multiprocessing
 import os
 import resource
 import signal
@@ -24,6 +23,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 
 from softmoe.data.decode import MAX_PIXELS, BrokenImage
+from softmoe.data.fork_server import fork_server
 from softmoe.data.transforms import Transform
 
 QUICK_SECONDS = 0.25
@@ -99,12 +99,12 @@ class _Decoder:
     """One child process. It answers in bytes, not pickles: a child that a hostile image took over stays harmless."""
 
     def __init__(self, read: Read, seconds: float):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["softmoe.ignore_sigint", "softmoe.data.decoders", "python_multipart"])
+        context = fork_server(["softmoe.data.decoders", "python_multipart"])
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_decode_requests, args=(theirs, read, seconds), daemon=True)
         self.process.start()
         theirs.close()
+        self.pipe.recv_bytes(0)  # it is ready: no image's time goes into its start
         self.extra = False
         """Another has taken its place: it ends after this image."""
 
@@ -133,6 +133,7 @@ def _decode_requests(pipe: Connection, read: Read, seconds: float) -> None:
     if sys.platform == "linux":  # macOS refuses this limit; the size in pixels and the time are bounded there too
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     with contextlib.suppress(EOFError, OSError):
+        pipe.send_bytes(b"")
         while True:
             content_type, body = pipe.recv_bytes().decode("latin-1"), pipe.recv_bytes()
             signal.setitimer(signal.ITIMER_REAL, seconds + 1)

@@ -24,6 +24,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from softmoe.data.batch import Batch, EvaluationBatches, TooManyBroken, TrainBatches
+from softmoe.data.fork_server import fork_server
 from softmoe.data.order import check_batch
 from softmoe.data.source import Source
 from softmoe.data.transforms import Transform
@@ -294,6 +295,4 @@ def _context() -> Any:
     """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["softmoe.ignore_sigint", "softmoe.data.loader"])  # torch is imported once
-    return context
+    return fork_server(["softmoe.data.loader"])  # torch is imported once

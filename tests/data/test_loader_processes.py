@@ -75,6 +75,23 @@ def test_a_script_without_a_guard(tmp_path):
     assert (done.stdout, done.stderr) == ("begun\n(4, 3, 32, 32)\n", "")
 
 
+AT_ONCE = """
+    import os, signal, sys
+    if "forkserver" in " ".join(sys.orig_argv):
+        os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+def test_interrupt_of_a_server_that_starts(tmp_path):
+    """Ctrl-C in the first moment of the process that workers are forked from does not reach it."""
+    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(AT_ONCE))  # Python runs it before anything else
+    script = tmp_path / "mine.py"
+    script.write_text(textwrap.dedent(UNGUARDED))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("begun\n(4, 3, 32, 32)\n", "")
+
+
 def test_data_of_classes_in_the_script():
     """Workers import the script only if the data names something of it."""
     ours = Transform(TransformConfig(8), True)

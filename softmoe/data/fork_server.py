@@ -1,0 +1,25 @@
+"""The server that worker processes are forked from, so that each starts quickly and Ctrl-C does not reach it."""
+
+import multiprocessing
+import signal
+from collections.abc import Sequence
+from multiprocessing import forkserver, resource_tracker
+from typing import Any
+
+
+def fork_server(preload: Sequence[str]) -> Any:
+    """Start the server, unless it runs already, and return the context whose processes are forked from it.
+
+    It imports the modules `preload` once for all. Ctrl-C reaches every process of a terminal, and the main one decides
+    what to do: the server starts with the signal blocked, and its children inherit that. If they ignored the signal
+    themselves, it could come before they do so and end in a traceback.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    resource_tracker.ensure_running()  # before the signal is blocked: its start lets the signal through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return context
