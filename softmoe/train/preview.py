@@ -151,11 +151,7 @@ def learned_names(config: TrainConfig, shape: ViTConfig | TwoTowerConfig) -> lis
 
 def remarks(config: TrainConfig, shape: ViTConfig, source: Source) -> list[str]:
     """Return a sentence for each setting that works but is probably a mistake."""
-    said = []
-    sides, patch = config.data.transform.size, shape.patch_size
-    if any(side % patch for side in sides):
-        used = " x ".join(str(side // patch * patch) for side in sides)
-        said.append(f"patches have {patch} pixels a side, so of {' x '.join(map(str, sides))} pixels {used} are used")
+    said = unseen_pixels(config.data.transform.size, shape.patch_size)
     epochs = config.steps * config.data.batch_size / max(1, len(source))
     if epochs > MANY_EPOCHS and not getattr(source, "generated", False):
         said.append(f"each of the {len(source):,} training images is seen {epochs:,.0f} times; --epochs says otherwise")
@@ -168,6 +164,17 @@ def remarks(config: TrainConfig, shape: ViTConfig, source: Source) -> list[str]:
         advice = ": adapters of the dense model itself are fewer" if share > MANY_LEARNED else ""
         said.append(f"{share:.1%} of the weights are trained and saved{advice}")
     return said
+
+
+def unseen_pixels(sides: tuple[int, int], patch: int) -> list[str]:
+    """Say which pixels of an image, beyond the last whole patch, the model does not see, and which sizes are whole."""
+    names = ("height and width",) if sides[0] == sides[1] else ("height", "width")
+    return [
+        f"the last {side % patch} of the {side} pixels of the {name} are not seen, since patches have {patch} a side; "
+        f"{side - side % patch} and {side - side % patch + patch} are whole"
+        for name, side in zip(names, sides, strict=False)
+        if side % patch
+    ]
 
 
 def learned_share(config: TrainConfig, shape: ViTConfig) -> float:

@@ -7,7 +7,7 @@ import pytest
 
 from softmoe import recipes
 from softmoe.data import open_source
-from softmoe.train import TrainConfig
+from softmoe.train import TrainConfig, train
 from softmoe.train.folder import RunFolder, free_name
 from softmoe.train.preview import fit, preview, with_epochs
 
@@ -109,3 +109,20 @@ def test_a_head_of_another_size():
     few = replace(config, model=replace(config.model, num_classes=2))
     with pytest.raises(ValueError, match="some outside the model's head, which has 2 classes"):
         preview(few)
+
+
+@pytest.mark.parametrize(
+    ("size", "cut"), [(16, []), (18, ["height and width"]), ((18, 16), ["height"]), ((22, 18), ["height", "width"])]
+)
+def test_pixels_that_no_patch_has(make_config, capsys: pytest.CaptureFixture, size, cut: list[str]):
+    """A run and its dry run say of each side how many pixels are cut off, and the nearest sizes where none are."""
+    config = make_config(steps=1, **{"data.transform.image_size": size})
+    train(config)
+    for said in (preview(config), capsys.readouterr().err):
+        lines = [line.strip() for line in said.splitlines() if "not seen" in line]
+        assert len(lines) == len(cut)
+        for line, side in zip(lines, cut, strict=True):
+            assert line.startswith("the last 2 of the ")
+            assert f"pixels of the {side} are not seen, since patches have 4 a side; " in line
+        if size == 18:
+            assert lines[0].endswith("; 16 and 20 are whole")
