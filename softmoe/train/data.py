@@ -5,7 +5,7 @@ With a text tower a run also has a tokenizer, and an image tower that is locked 
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,8 @@ class Data:
     """Whether batches have captions."""
     device: torch.device = CPU
     """Where batches go: to another one than the CPU they leave the workers raw (softmoe.data.feed)."""
+    unreadable: dict[str, str] = field(default_factory=dict)
+    """The validation images met so far that could not be read: name -> reason."""
 
     @classmethod
     def open(
@@ -128,7 +130,7 @@ class Data:
         d, examples = self.config.data, self.config.evaluation.examples
         size = self.eval_share * self.world
         buffers = buffers_of(d, self.eval_share, self.device.type)
-        batches = evaluation_batches(
+        made = evaluation_batches(
             self.val,
             Transform(d.transform, train=False),
             size,
@@ -139,10 +141,16 @@ class Data:
             self.captions,
             raw=self.device.type != "cpu",
         )
+        batches = self._watched(made)
         if examples is not None:
             shared = self.world > 1
             batches = share_of_first(batches, examples, size) if shared else first_examples(batches, examples)
         return batches_on_device(batches, self.device)
+
+    def _watched(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            self.unreadable.update(batch.broken)
+            yield batch
 
     def feed(self, batches: Iterable[Batch], device: torch.device) -> Feed:
         """Bring training batches to the device, one ahead. Labels are checked while they are still on the CPU."""

@@ -110,12 +110,25 @@ def sort_key(found: dict[str, Any]) -> tuple[float, float]:
     return found["value"], -found.get("loss", 0.0)
 
 
+def report_unreadable(run: Run, known: int) -> None:
+    """Report the validation images, of all processes, that cannot be read, if there are more than were `known`."""
+    found = run.data.unreadable
+    for share in run.team.gather(found):
+        found.update(share)
+    if len(found) > known:
+        name, reason = next(iter(found.items()))
+        run.progress.report(
+            f"step {run.done.step}: validation images left out because they cannot be read: {len(found)}; the first is "
+            f"{name}: {reason}"
+        )
+
+
 def evaluate(run: Run) -> bool:
     """Run the evaluators, on the average of the weights if there is one. Return True if this is the best step so far.
 
     A skipped step is never the best: its weights are those of a step before it.
     """
-    done, key = run.done, run.config.evaluation.best
+    done, key, known = run.done, run.config.evaluation.best, len(run.data.unreadable)
     done.evaluating = True
     model = run.model if run.average is None else run.average.model
     model.eval()
@@ -124,6 +137,7 @@ def evaluate(run: Run) -> bool:
         with autocast(run), torch.no_grad():
             found = evaluate_share(evaluator, model, run.data, run.team)
         numbers |= {f"{name}/{what}": value for what, value in found.items()}
+    report_unreadable(run, known)
     if key not in numbers:
         raise ValueError(f"evaluation.best is {key!r}, but the evaluators give: {', '.join(numbers)}")
     done.evaluation, done.evaluating = {"step": done.step, "numbers": numbers}, False

@@ -1,6 +1,7 @@
 """What practitioners look for: early stopping, balanced classes, few-shot during training, one call, sweeps."""
 
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -140,6 +141,20 @@ def test_wrong_settings_in_python(photos: Path, tmp_path: Path, wrong: dict, sen
     with pytest.raises(ValueError, match=sentence):
         softmoe.train("small_data", photos, **SETTINGS | wrong)
     assert not (tmp_path / "runs").exists()
+
+
+def test_unreadable_validation_images_are_told_once(photos: Path, tmp_path: Path, monkeypatch, capsys):
+    """The first evaluation says how many images it left out and names one; later ones do not say it again."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(photos, tmp_path / "split" / "train")
+    shutil.copytree(photos, tmp_path / "split" / "val")
+    for number in (3, 5):
+        (tmp_path / "split" / "val" / "dark" / f"{number}.png").write_bytes(b"no picture")
+    every = {"evaluation.every": 1, "evaluation.examples": None}
+    softmoe.train("small_data", tmp_path / "split", steps=3, image_size=16, **SETTINGS | every)
+    (said,) = re.findall(r".*left out.*", capsys.readouterr().err)
+    assert said.startswith("step 1: validation images left out because they cannot be read: 2; the first is ")
+    assert "val/dark/3.png: " in said
 
 
 def test_what_outputs_mean_is_saved(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
