@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 Precision = Literal["auto", "bfloat16", "float32", "exact"]
 """The values of --precision; `choose_precision` says what each means."""
 CPUINFO = Path("/proc/cpuinfo")
+MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 MOST_AT_ONCE = 4096  # threads, data workers, batches ahead: more are a slip of the keyboard
 
 
@@ -176,23 +177,43 @@ def choose_device(name: str, local_rank: int | None = None) -> "torch.device":
     """
     import torch
 
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and local_rank is not None:
-        name = f"cuda:{local_rank}"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        known = "auto, cpu, cuda, cuda:1 and mps"
-        raise ValueError(f"the device {name!r} cannot be used here: it is none of {known}") from error
+    device = named_device(name)
+    if device.type == "cuda" and device.index is None and local_rank is not None:
+        device = torch.device("cuda", local_rank)
     try:
         torch.empty(1, device=device)
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)
     except (RuntimeError, AssertionError) as error:
         why = "torch finds no Apple GPU" if device.type == "mps" else str(error).splitlines()[0]
-        raise ValueError(f"the device {name!r} cannot be used here: {why}") from error
+        raise ValueError(f"the device {str(device)!r} cannot be used here: {why}") from error
     return device
+
+
+def named_device(name: str) -> "torch.device":
+    """Return the device of a name, which need not be here; auto is the first GPU or else the CPU."""
+    import torch
+
+    try:
+        return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    except RuntimeError as error:
+        known = "auto, cpu, cuda, cuda:1 and mps"
+        raise ValueError(f"the device {name!r} cannot be used here: it is none of {known}") from error
+
+
+def memory_of(name: str, limit: Path = MEMORY_LIMIT) -> int | None:
+    """Return the bytes of memory of a device, of a CPU those of the machine or its container; None if not known."""
+    import torch
+
+    device = named_device(name)
+    if device.type == "cuda":
+        there = (device.index or 0) < torch.cuda.device_count()
+        return torch.cuda.get_device_properties(device).total_memory if there else None
+    if not hasattr(os, "sysconf"):
+        return None
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    said = limit.read_text(encoding="utf-8").strip() if limit.is_file() else "max"
+    return min(whole, int(said)) if said.isdigit() else whole
 
 
 def event_on(device: "torch.device") -> "torch.cuda.Event":

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from softmoe.machine import allow_tf32, bfloat16_works, choose_device, choose_precision, safe_instruction_set
+from softmoe.machine import allow_tf32, bfloat16_works, choose_device, choose_precision, memory_of, safe_instruction_set
 
 CAPS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 GUARDS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", *CAPS)
@@ -45,6 +45,16 @@ def test_instruction_set_of_other_machines(tmp_path, content):
     path.write_text(content)
     assert safe_instruction_set(path) is None
     assert safe_instruction_set(tmp_path / "missing") is None
+
+
+def test_memory_of_a_container(tmp_path):
+    """The limit of a container counts where it is below the machine's memory; a GPU that is not here is not known."""
+    whole, path = memory_of("cpu", tmp_path / "missing"), tmp_path / "memory.max"
+    assert whole is not None
+    for said, found in (("max", whole), (str(whole + 1), whole), (str(2**20), 2**20)):
+        path.write_text(f"{said}\n")
+        assert memory_of("cpu", path) == found
+    assert memory_of("cuda:99") is None
 
 
 def environment_after_import(**given: str) -> dict[str, str]:

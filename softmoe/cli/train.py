@@ -70,7 +70,7 @@ def train_command(argv: list[str]) -> int:
 def drive(config: TrainConfig, dry_run: bool) -> int:
     """Train to the end and save the model: what `train` and `finetune` do in each process of a run."""
     from softmoe.data import WorkerDied
-    from softmoe.train.preview import preview
+    from softmoe.train.preview import SMALLER_BATCH, preview
 
     if dry_run:
         print(preview(config))
@@ -83,9 +83,7 @@ def drive(config: TrainConfig, dry_run: bool) -> int:
     except RuntimeError as error:  # torch has a class of its own for this on accelerators only
         if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
             raise
-        raise OSError(
-            "out of memory: raise accumulate, set activation_gb or gradient_checkpointing, or lower the batch"
-        ) from error
+        raise OSError(f"out of memory: {SMALLER_BATCH}") from error
 
 
 def train_as_asked(config: TrainConfig) -> Result:

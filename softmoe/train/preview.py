@@ -6,6 +6,7 @@ from typing import Any
 
 from softmoe.budget import blocks_to_recompute, cost, memory, text_cost, training_flops
 from softmoe.data import Source, open_source
+from softmoe.machine import memory_of
 from softmoe.models import TwoTower, TwoTowerConfig, VisionTransformer, ViTConfig
 from softmoe.models.two_tower import features_dim
 from softmoe.storage.files import flatten
@@ -16,6 +17,7 @@ from softmoe.train.optim import parameter_groups
 
 MANY_EPOCHS = 1000
 MANY_LEARNED = 0.05  # as a share of a model's weights, for adapters
+SMALLER_BATCH = "raise accumulate, set activation_gb or gradient_checkpointing, or lower data.batch_size"
 ROWS, EVALUATIONS = 10, 4  # the least of each in a run that is shorter than its recipe
 
 
@@ -118,6 +120,7 @@ def preview(config: TrainConfig) -> str:
         text = text_cost(towers.text, towers.embed_dim or features_dim(towers))
         lines.append(f"  text tower: {text.params:,} parameters, {text.train_flops / 1e9:.3f} GFLOPs training per text")
     flops = training_flops(towers or shape, learned) * images
+    need = memory_needed(config, shape)
     return "\n".join(
         [
             "settings (those that are None are left out)",
@@ -133,7 +136,8 @@ def preview(config: TrainConfig) -> str:
             *lines,
             f"  {flops:.3e} FLOPs in all",
             "memory, about" if towers is None else "memory, about, of the image tower",
-            *(f"  {name:<16}{size / 2**20:10,.1f} MiB" for name, size in memory_needed(config, shape).items()),
+            *(f"  {name:<16}{size / 2**20:10,.1f} MiB" for name, size in need.items()),
+            *(f"  {remark}" for remark in too_much(need, memory_of(config.device))),
         ]
     )
 
@@ -245,3 +249,12 @@ def memory_needed(config: TrainConfig, shape: ViTConfig) -> dict[str, int]:
         **copies,
         "sum": need.total + sum(copies.values()),
     }
+
+
+def too_much(need: Mapping[str, int], has: int | None) -> list[str]:
+    """Say that training needs more bytes than the device has, and what to change; nothing if they suffice."""
+    if has is None or need["sum"] <= has:
+        return []
+    stays = need["sum"] - need["activations"]
+    advice = SMALLER_BATCH if stays < has else "take a smaller model, or spread it over devices (softmoe plan)"
+    return [f"this is more than the {has / 2**20:,.1f} MiB that the device has: {advice}"]

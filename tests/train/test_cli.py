@@ -82,6 +82,7 @@ def test_every_model_setting_is_settable(tmp_path: Path, capsys: pytest.CaptureF
         (["quickstart", "--warmup", "90", "--steps", "5"], "warm-up and cooldown must fit in the run"),
         (["quickstart", "--resume"], "softmoe train runs/NAME"),
         (["quickstart", "--model.patch-size", "64"], "smaller than one patch of 64 pixels"),
+        (["quickstart", "--device", "gpu", "--dry-run"], "it is none of auto, cpu, cuda, cuda:1 and mps"),
         (["quickstart", "--model.num-classes", "5"], "outside the model's head, which has 5 classes"),
         (
             ["quickstart", "--model.width", "96", "--model.heads", "5"],

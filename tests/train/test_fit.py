@@ -126,3 +126,13 @@ def test_pixels_that_no_patch_has(make_config, capsys: pytest.CaptureFixture, si
             assert f"pixels of the {side} are not seen, since patches have 4 a side; " in line
         if size == 18:
             assert lines[0].endswith("; 16 and 20 are whole")
+
+
+def test_more_memory_than_there_is(make_config):
+    """A dry run warns, and says what to lower: the batch if that helps, else the model."""
+    model = {"model.name": "soft_s16_128e", "model.width": 384, "data.transform.image_size": 224}
+    batch = make_config(**model, **{"data.batch_size": 10**9})
+    experts = make_config(**model, **{"model.num_experts": 10**6})
+    assert "the device has" not in preview(make_config())
+    assert "the device has: raise accumulate, set activation_gb or gradient_checkpointing, or lower" in preview(batch)
+    assert "the device has: take a smaller model" in preview(experts)
