@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from softmoe.data.decode import BrokenImage
     from softmoe.data.feed import Feed, batches_on_device
     from softmoe.data.loader import Loader, WorkerDied, evaluation_batches
-    from softmoe.data.source import Example, Source, open_source
+    from softmoe.data.source import Example, Source, open_source, open_splits
     from softmoe.data.texts import Captioned, Tokenizer, captions_of, some_captions, train_tokenizer
     from softmoe.data.transforms import Transform, TransformConfig, to_tensor
 
@@ -23,7 +23,7 @@ _HOMES = {
     "decode": ("BrokenImage",),
     "feed": ("Feed", "batches_on_device"),
     "loader": ("Loader", "WorkerDied", "evaluation_batches"),
-    "source": ("Example", "Source", "open_source"),
+    "source": ("Example", "Source", "open_source", "open_splits"),
     "texts": ("Captioned", "Tokenizer", "captions_of", "some_captions", "train_tokenizer"),
     "transforms": ("Transform", "TransformConfig", "to_tensor"),
 }
@@ -45,6 +45,7 @@ __all__ = [
     "captions_of",
     "evaluation_batches",
     "open_source",
+    "open_splits",
     "soft_labels",
     "some_captions",
     "to_tensor",

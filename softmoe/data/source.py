@@ -145,6 +145,17 @@ def open_source(uri: str, split: str) -> Source:
     return opener(split, **options) if scheme in _WITHOUT_PATH else opener(path, split, **options)
 
 
+def open_splits(uri: str, first: str, second: str) -> tuple[Source, Source]:
+    """Return two sub-sets of a source. ValueError if they are the same images, as in one that does not know splits."""
+    sources = open_source(uri, first), open_source(uri, second)
+    if first != second and sources[0].fingerprint == sources[1].fingerprint:
+        raise ValueError(
+            f"{uri} gives the same images for {first!r} and {second!r}: name the folder above it, write {{split}} "
+            "where the names of shards differ, or in training set data.val"
+        )
+    return sources
+
+
 def parse_uri(uri: str) -> tuple[str, str, dict[str, str]]:
     """Return scheme, path and options of a source string, or raise ValueError. A path that exists means folder:PATH."""
     address, _, query = uri.partition("?")

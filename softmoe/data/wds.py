@@ -1,6 +1,7 @@
 """The source wds:PATTERN: WebDataset shards, tars in which KEY.jpg, KEY.cls, KEY.txt, ... are parts of one example.
 
     wds:data/{split}-{000..010}.tar      {split} becomes train, val, ...; {000..010} and {a,b} expand as in a shell
+    wds:data/held_out.tar                without {split}, it is taken as it is for any split
     wds:data/{split}/*.tar.gz            * as in a shell; .gz shards are unpacked once into the cache
 
 Shards may lie at any address that fsspec knows (wds:s3://bucket/{split}-{000..010}.tar, gs://, https://); each is
@@ -122,17 +123,10 @@ class WdsSource(Source):
         return lines if lines or not facts else _caption_facts(parse_json(facts, "the json part", unique=False))
 
 
-def open_wds(
-    pattern: str, split: str, *, classes: str = "", order: str = "examples", mix: str = "8", split_name: str = ""
-) -> WdsSource:
-    """Open shards; `split_name=any` says that a pattern without {split} serves for every split."""
+def open_wds(pattern: str, split: str, *, classes: str = "", order: str = "examples", mix: str = "8") -> WdsSource:
+    """Open shards; a pattern without {split} is taken as it is, for whatever split it was named."""
     if order not in ("examples", "shards"):
         raise ValueError(f"The option order is 'examples' or 'shards', not {order!r}.")
-    if "{split}" not in pattern and split != "train" and split_name != "any":
-        raise ValueError(
-            f"The pattern {pattern!r} does not say which shards are for {split!r}; write {{split}} where the names of "
-            f"splits differ, or wds:{pattern}?split_name=any if these are the ones."
-        )
     named = pattern.replace("{split}", split)
     if _ADDRESS.match(pattern):
         places = addresses(named)

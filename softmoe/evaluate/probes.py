@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from softmoe.data import Batch, Source, open_source
+from softmoe.data import Batch, Source, open_splits
 from softmoe.evaluate.api import FewShot, as_list
 from softmoe.evaluate.features import Features, Progress, extract
 from softmoe.evaluate.inputs import evaluation_transform, facts_of, load, random_subset
@@ -143,7 +143,7 @@ def run_fewshot(options: FewShot, progress: Progress | None = None) -> dict[str,
     if not as_list(options.data):
         raise ValueError("give at least one source of images: softmoe fewshot MODEL DATA")
     loaded = load(options.model, told=options.told, **options.model_options)
-    sources = {name: (_part(options, name, "train"), _part(options, name, "test")) for name in as_list(options.data)}
+    sources = {name: _parts(options, name) for name in as_list(options.data)}
 
     def features(source: Source) -> Features:
         return extract(loaded.model, source, loaded.transform, **options.feature_options(progress))
@@ -168,13 +168,13 @@ def run_fewshot(options: FewShot, progress: Progress | None = None) -> dict[str,
     return report
 
 
-def _part(options: FewShot, name: str, part: str) -> Source:
-    """Open the training or the test images of a source; of one that is drawn without end, four times the shots."""
-    split, examples = getattr(options, f"{part}_split"), getattr(options, f"{part}_examples")
-    source = open_source(name, split)
-    if part == "train" and examples is None and getattr(source, "generated", False):
-        examples = 4 * max(options.shots) * len(source.classes)
-    return random_subset(source, examples)
+def _parts(options: FewShot, name: str) -> tuple[Source, Source]:
+    """Open the training and the test images of a source; to train, of one without end four times the shots."""
+    train, test = open_splits(name, options.train_split, options.test_split)
+    examples = options.train_examples
+    if examples is None and getattr(train, "generated", False):
+        examples = 4 * max(options.shots) * len(train.classes)
+    return random_subset(train, examples), random_subset(test, options.test_examples)
 
 
 def fewshot_evaluator(
@@ -184,8 +184,7 @@ def fewshot_evaluator(
 
     It looks at its own data, at most 5,000 training and 2,000 test images, always the same, and not at the batches.
     """
-    parts = (("train", 5000), ("val", 2000))
-    train, test = (random_subset(open_source(data, split), most) for split, most in parts)
+    train, test = map(random_subset, open_splits(data, "train", "val"), (5000, 2000))
     transform = evaluation_transform(preprocessing)
 
     def evaluator(model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:

@@ -25,6 +25,7 @@ from softmoe.data import (
     captions_of,
     evaluation_batches,
     open_source,
+    open_splits,
     some_captions,
     train_tokenizer,
 )
@@ -47,7 +48,10 @@ Extract = Callable[[VisionTransformer, Source, Transform], Any]
 def open_sources(config: TrainConfig) -> tuple[Source, Source]:
     """Return the training and the validation images of a run. ValueError if they cannot be used together."""
     d = config.data
-    train, val = open_source(d.train, d.train_split), open_source(d.val or d.train, d.val_split)
+    if d.val is None:
+        train, val = open_splits(d.train, d.train_split, d.val_split)
+    else:
+        train, val = open_source(d.train, d.train_split), open_source(d.val, d.val_split)
     if tuple(train.classes) != tuple(val.classes):
         raise ValueError(
             f"training and validation data have different classes: {len(train.classes)} in {d.train}, "
@@ -64,10 +68,6 @@ def open_sources(config: TrainConfig) -> tuple[Source, Source]:
     if config.model.refit_head and (train.multi_label or val.multi_label):
         raise ValueError(
             f"{d.train} has several labels an image, and a head in closed form takes one: leave out --refit-head"
-        )
-    if d.val is None and d.train_split != d.val_split and train.fingerprint == val.fingerprint:
-        raise ValueError(
-            f"{d.train} gives the same images for training and validation: name the folder above it, or set data.val"
         )
     if config.text.size is not None:
         return Captioned(train, d.train), Captioned(val, d.val or d.train)

@@ -29,6 +29,7 @@ WRONG = [
     ("train small_data --data single", "single has no images for validation: no class has two; add some, or name"),
     ("train small_data --data single --dry-run", "(in training --data.val PATH, in evaluation --split all)"),
     ("fewshot saved single", "single has no images for validation: no class has two"),
+    ("fewshot saved mixed/test", "mixed/test gives the same images for 'train' and 'val': name the folder above it"),
     ("train lit_small --image saved --data pairs:photos", "the data pairs:photos has no captions"),
     ("train lit_small --image saved --data pairs:photos --dry-run", "the data pairs:photos has no captions"),
     ("train small_data --data mixed --dry-run", "has no folder 'val' (it has test, train)"),

@@ -6,8 +6,10 @@ import pickle
 import numpy as np
 import pytest
 
-from softmoe.data import open_source
+from softmoe.data import open_source, open_splits
 from softmoe.data.wds import expand
+from softmoe.train import DataSection, TrainConfig
+from softmoe.train.data import open_sources
 
 
 @pytest.fixture
@@ -103,8 +105,6 @@ def test_mistakes(shards, write_tar, picture, encoded):
     image = encoded(picture(1))
     for uri, split, words in (
         (f"wds:{shards}/train-{{000..005}}.tar", "train", "No file .*train-002.tar"),
-        (f"wds:{shards}/train-000.tar", "val", r"write \{split\}"),
-        (f"wds:{shards}/b.tar", "val", r"not say which shards are for 'val'.*wds:.*/b.tar\?split_name=any if"),
         (f"wds:{shards}/train-{{x}}.tar", "train", "neither a range"),
         (f"wds:{shards}/train-000.tar?classes=2", "train", "label 3, outside the 2 classes"),
         (f"wds:{shards}/train-000.tar?order=up", "train", "'examples' or 'shards'"),
@@ -118,4 +118,17 @@ def test_mistakes(shards, write_tar, picture, encoded):
     ):
         with pytest.raises(ValueError, match=words):
             open_source(uri, split)
-    assert len(open_source(f"wds:{shards}/train-000.tar?split_name=any", "val")) == 4
+
+
+def test_shards_without_the_name_of_a_split(shards):
+    """They are taken as they are for the split they are named for, and not for two splits at once."""
+    first, second = (f"wds:{shards}/train-00{number}.tar?classes=5" for number in range(2))
+    train, val = open_sources(TrainConfig(data=DataSection(train=first, val=second)))
+    assert [source[0].captions for source in (train, val)] == [
+        ("picture 0000", "another of 0000"),
+        ("picture 1000", "another of 1000"),
+    ]
+    with pytest.raises(ValueError, match="gives the same images for 'train' and 'val'"):
+        open_sources(TrainConfig(data=DataSection(train=first)))
+    with pytest.raises(ValueError, match=r"gives the same images for 'train' and 'val': .* write \{split\} where"):
+        open_splits(f"wds:{shards}/train-000.tar", "train", "val")
