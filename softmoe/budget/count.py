@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any, Literal, NamedTuple, get_args
 
 from softmoe.budget.parts import SPARSE, Part, Routed, backward_macs, checked, parts, patches, routed, token_widths
-from softmoe.models import TextConfig, TwoTowerConfig, VisionTransformer, ViTConfig, model_config
+from softmoe.models import TextConfig, TwoTower, TwoTowerConfig, VisionTransformer, ViTConfig, model_config
 from softmoe.models.registry import override
 from softmoe.models.two_tower import features_dim
 
@@ -128,8 +128,15 @@ class Cost:
 MAX_PARAMS, MAX_MACS = 10**18, 10**24
 
 
-def cost(model: VisionTransformer | ViTConfig | str, *, convention: Convention = "ours", **overrides: Any) -> Cost:
+def cost(
+    model: VisionTransformer | TwoTower | ViTConfig | TwoTowerConfig | str,
+    *,
+    convention: Convention = "ours",
+    **overrides: Any,
+) -> Cost:
     """Return what a model, its configuration or its name costs; `overrides` are those of `create_model`.
+
+    Of two towers it is that of an image and its text.
 
     Sparse routers of this package move rows by index. `convention="paper"` counts the one-hot products of the paper's
     dispatcher instead, which its tables include; nothing else changes. Where a routing group spans images, a row of
@@ -137,6 +144,8 @@ def cost(model: VisionTransformer | ViTConfig | str, *, convention: Convention =
     """
     if convention not in get_args(Convention):
         raise ValueError(f"convention must be 'ours' or 'paper', got {convention!r}")
+    if isinstance(model, TwoTower | TwoTowerConfig):
+        return towers_cost(model if isinstance(model, TwoTowerConfig) else model.config, convention)
     config = checked(as_config(model, overrides))
     one_hot = convention == "paper"
     by_part = parts(config, one_hot=one_hot)
@@ -163,7 +172,26 @@ def as_config(model: VisionTransformer | ViTConfig | str, overrides: dict[str, A
     return override(config, overrides)
 
 
-def text_cost(config: TextConfig, out_dim: int) -> Cost:
+def towers_cost(config: TwoTowerConfig, convention: Convention = "ours") -> Cost:
+    """Return the cost of an image and a text of full length; what joins the towers is counted with the head."""
+    width, out_dim = features_dim(config), config.embed_dim or features_dim(config)
+    image, text = cost(config.image, convention=convention), text_cost(config.text, out_dim, convention)
+    macs = 0 if config.embed_dim is None else width * out_dim
+    joined = Part(macs + (out_dim if macs else 0) + (1 if config.bias_init is None else 2), macs)
+    by_part = dict.fromkeys(image.parts, Part(0, 0))
+    for name, part in [*image.parts.items(), *text.parts.items(), ("head", joined)]:
+        place = "head" if name == "projection" else name
+        by_part[place] = Part(*map(sum, zip(by_part[place], part, strict=True)))
+    return Cost(
+        params=image.params + text.params + joined.params,
+        macs=image.macs + text.macs + macs,
+        forward_flops=image.forward_flops + text.forward_flops + 2 * macs,
+        train_flops=image.train_flops + text.train_flops + 6 * macs,
+        parts=by_part,
+    )
+
+
+def text_cost(config: TextConfig, out_dim: int, convention: Convention = "ours") -> Cost:
     """Return the cost per text of full length.
 
     It is an image tower of as many tokens, whose embedding is looked up, not multiplied.
@@ -181,7 +209,7 @@ def text_cost(config: TextConfig, out_dim: int) -> Cost:
         qk_norm=config.qk_norm,
         moe=config.moe,
     )
-    price = cost(twin)
+    price = cost(twin, convention=convention)
     patches = price.parts["embedding"]
     tables = (config.vocab_size + config.tokens) * D + (D if config.pool == "class" else 0)
     projection = Part((D + 1) * out_dim, D * out_dim)

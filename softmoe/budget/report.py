@@ -16,17 +16,18 @@ from softmoe.budget.paper import (
     summary,
 )
 from softmoe.budget.plan import Hardware, Plan, best_plan
-from softmoe.models import ViTConfig
+from softmoe.models import TwoTowerConfig, ViTConfig
 from softmoe.moe import SparseConfig
 
 WIDTH = 98
 SHOWN = 8  # layouts of a plan
 
 
-def models_report(models: dict[str, ViTConfig], convention: Convention = "ours") -> str:
+def models_report(models: dict[str, ViTConfig | TwoTowerConfig], convention: Convention = "ours") -> str:
     """Show the totals of each model, then its parameters and multiply-accumulates by part."""
     costs = {name: cost(config, convention=convention) for name, config in models.items()}
-    first = next(iter(models.values()))
+    images = {name: c.image if isinstance(c, TwoTowerConfig) else c for name, c in models.items()}
+    first = next(iter(images.values()))
     height, width = first.image_shape
     classes = "no head" if first.num_classes is None else f"{first.num_classes:,} classes"
     totals = [
@@ -36,6 +37,7 @@ def models_report(models: dict[str, ViTConfig], convention: Convention = "ours")
     lines = [
         f"Per image of {height} x {width} pixels, {classes}. FLOPs include elementwise operations;",
         "train is forward and backward, without the optimizer.",
+        *(["Of two towers, both are counted: an image and a text of full length."] if images != models else []),
         "",
         *aligned_columns(["model", "parameters", "GMAC", "GFLOP forward", "GFLOP train"], totals),
         "",
@@ -43,7 +45,7 @@ def models_report(models: dict[str, ViTConfig], convention: Convention = "ours")
         "",
         *parts_table("GMAC", costs, "macs"),
     ]
-    sparse = [name for name, config in models.items() if config.moe and isinstance(config.moe.router, SparseConfig)]
+    sparse = [name for name, config in images.items() if config.moe and isinstance(config.moe.router, SparseConfig)]
     if sparse and convention == "ours":
         text = "; ".join(f"{name} {cost(models[name], convention='paper').macs / 1e9:.3f} GMAC" for name in sparse)
         lines += [

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import torch
 
 from softmoe.budget import cost
 from softmoe.budget.report import aligned
 from softmoe.evaluate.mistakes import mistakes_section
 from softmoe.inspection.page import number_cell
 from softmoe.inspection.plots import finish, legend, panels, pyplot
-from softmoe.models import TwoTower, TwoTowerConfig
+from softmoe.models import TwoTowerConfig
 from softmoe.moe import SoftConfig
 from softmoe.storage.files import flatten, read_json, write_text
 from softmoe.storage.pages import data_address, render
@@ -199,22 +198,15 @@ def towers_of(run: RunRecord) -> TwoTowerConfig | None:
         return text.resolve(image, text.vocab_size)
 
 
-def parameters(towers: TwoTowerConfig) -> int:
-    """Count the parameters of both towers, without building them in memory."""
-    with torch.device("meta"):
-        return sum(value.numel() for value in TwoTower(towers).parameters())
-
-
 def summary_table(runs: list[RunRecord]) -> list[tuple[str, ...]]:
-    """Return a header and a line per run, as text. The FLOPs per image are those of the image tower alone."""
+    """Return a header and a line per run, as text. Of two towers the FLOPs are those of an image and its text."""
     lines: list[tuple[str, ...]] = [tuple(column.format(accuracy_name(runs)) for column in COLUMNS)]
     for run in runs:
-        towers = towers_of(run)
-        price = cost(towers.image if towers else run.model)
+        price = cost(towers_of(run) or run.model)
         lines.append(
             (
                 run.name,
-                f"{parameters(towers) if towers else price.params:,}",
+                f"{price.params:,}",
                 f"{price.forward_flops / 1e6:.1f}",
                 number_cell(run.last("step"), ",.0f"),
                 number_cell(run.last("images"), ",.0f"),

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from two_towers import shape, two_towers
+from two_towers import shape
 
 from softmoe.budget import cost, text_cost, training_flops
-from softmoe.models import MoEConfig, TextTransformer
+from softmoe.models import MoEConfig, TextTransformer, TwoTower
 from softmoe.models.two_tower import TEXT_POOLS
 
 
@@ -40,5 +40,22 @@ def test_training_flops():
     assert training_flops(config, locked) == image.forward_flops + text.train_flops + last
     assert training_flops(config, locked, cached=True) == text.train_flops + last
     assert training_flops(config.image) == image.train_flops
-    built = sum(p.numel() for p in two_towers(embed_dim=8).parameters())
-    assert built == image.params + text.params + 17 * 8 + 2
+
+
+@pytest.mark.parametrize("changes", [{}, {"embed_dim": 8}, {"bias_init": None}])
+def test_both_towers_are_counted(changes):
+    """The cost of two towers is that of an image and its text, as built and as run, and its parts sum to it."""
+    config = shape(**changes)
+    config = replace(config, text=replace(config.text, mask_padding=False))
+    with torch.device("meta"):
+        model, images = TwoTower(config), torch.zeros(1, 3, 16, 16)
+        tokens = torch.ones(1, config.text.length, dtype=torch.int64)
+    price = cost(model)
+    assert price == cost(config)
+    assert price.params == sum(p.numel() for p in model.parameters())
+    assert price.params == sum(part.params for part in price.parts.values())
+    assert price.macs == sum(part.macs for part in price.parts.values())
+    assert price.train_flops == training_flops(config)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(images, tokens)
+    assert counter.get_total_flops() == 2 * price.macs

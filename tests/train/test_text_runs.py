@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from softmoe.cli import main
 from softmoe.convert import from_pretrained
 from softmoe.data import open_source, some_captions, train_tokenizer
 from softmoe.evaluate import extract, load_towers
@@ -51,7 +52,7 @@ def test_a_stopped_run_continues_to_the_same_bits(text_config, tmp_path):
     assert one == other
 
 
-def test_a_report_counts_both_towers(text_config):
+def test_reports_and_costs_count_both_towers(text_config, capsys):
     """With the vocabulary that the captions gave, not the one asked for; what is counted are pairs, not classes."""
     folder = train(replace(text_config(steps=2), text=replace(TEXT, vocab_size=4000))).folder
     header, line = summary_table([load_run(folder.path)])
@@ -59,6 +60,12 @@ def test_a_report_counts_both_towers(text_config):
     weights = final(folder, 2)
     assert len(weights["text.embed.weight"]) < 4000
     assert shown["parameters"] == f"{sum(value.numel() for value in weights.values()):,}"
+    assert main(["cost", str(folder.path)]) == 0
+    assert "Of two towers, both are counted" in capsys.readouterr().out
+    assert main(["cost", str(folder.path), "--json"]) == 0
+    (price,) = json.loads(capsys.readouterr().out).values()
+    assert shown["parameters"] == f"{price['params']:,}"
+    assert shown["MFLOP/image"] == f"{price['forward_flops'] / 1e6:.1f}"
     assert shown["best pairs matched %"] != "-"
     assert "last top-1 %" not in shown
 
