@@ -74,6 +74,35 @@ def unused_path(path: Path) -> Path:
     return next(p for p in itertools.chain([path], numbered) if not p.exists())
 
 
+def check_new(path: str | Path | None, option: str, *, a_file: bool = True) -> None:
+    """Raise ValueError for a file or a folder with anything in it that is there already, or that cannot be made.
+
+    With `a_file` an empty folder is refused too; without, the command writes into it.
+    """
+    if path is None:
+        return
+    path = Path(path)
+    if path.is_file():
+        raise ValueError(f"{path} is there already: choose another {option}, or remove it")
+    if path.is_dir() and a_file:
+        raise ValueError(f"{option} {path} is a folder; give the name of a new file")
+    if path.is_dir() and any(path.iterdir()):
+        raise ValueError(f"{path} is there already: choose another {option}, a new or an empty folder")
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if there != path and not can_write(there):
+        why = "cannot be written to" if there.is_dir() else "is a file"
+        raise ValueError(f"{option} {path} cannot be made: {there} {why}; choose another place")
+
+
+def can_write(folder: Path) -> bool:
+    """Tell if files can be made in a folder, by making a temporary one: permissions alone do not tell."""
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return False
+    return True
+
+
 def is_first_process() -> bool:
     """Tell if this is the process of a run of many, as torchrun starts them, that speaks for all."""
     return os.environ.get("RANK", "0") == "0"

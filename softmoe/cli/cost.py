@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 from softmoe.cli.habits import parse_size
-from softmoe.cli.parse import check_new, parse
+from softmoe.cli.parse import parse
 from softmoe.evaluate.api import OnDevice, OthersWeights
-from softmoe.machine import Precision, unused_path
+from softmoe.machine import Precision, check_new, unused_path
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ import io
 import json
 import re
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields, make_dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ import tyro
 
 from softmoe.cli.habits import as_typed, check_model, check_options, nearest, parse_size, translate
 from softmoe.evaluate.api import OneModel, TwoTowerModel, as_list
-from softmoe.machine import is_first_process, use_threads
+from softmoe.machine import check_new, is_first_process, use_threads
 from softmoe.storage.files import write_text
 
 if TYPE_CHECKING:
@@ -114,35 +113,6 @@ def one_line(box: str) -> str:
     text = re.sub(r"^Error parsing config\.(\S+): ", r"\1: ", text)
     text = re.sub(r"^Missing value for argument '(\S+)'\. Expected 1 values?\.", r"\1 needs a value.", text)
     return re.sub(r"\s*For full helptext, (?:run|see):? (softmoe .*?--help)", r" (\1)", text)
-
-
-def check_new(path: str | Path | None, option: str, *, a_file: bool = True) -> None:
-    """Raise ValueError for a file or a folder with anything in it that is there already, or that cannot be made.
-
-    With `a_file` an empty folder is refused too; without, the command writes into it.
-    """
-    if path is None:
-        return
-    path = Path(path)
-    if path.is_file():
-        raise ValueError(f"{path} is there already: choose another {option}, or remove it")
-    if path.is_dir() and a_file:
-        raise ValueError(f"{option} {path} is a folder; give the name of a new file")
-    if path.is_dir() and any(path.iterdir()):
-        raise ValueError(f"{path} is there already: choose another {option}, a new or an empty folder")
-    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    if there != path and not can_write(there):
-        why = "cannot be written to" if there.is_dir() else "is a file"
-        raise ValueError(f"{option} {path} cannot be made: {there} {why}; choose another place")
-
-
-def can_write(folder: Path) -> bool:
-    """Tell if files can be made in a folder, by making a temporary one: permissions alone do not tell."""
-    try:
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError:
-        return False
-    return True
 
 
 def word_type(hint: Any) -> Any:

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from softmoe.evaluate.api import OnDevice, OthersWeights
-from softmoe.machine import lazy_names
+from softmoe.machine import check_new, lazy_names
 
 if TYPE_CHECKING:
     from softmoe.transfer.finetune import branch, locked_config, plan_branch, transfer_config, write_finished
@@ -97,7 +96,7 @@ class Upcycle(UpcycleOptions, OthersWeights):
 
     def run(self, report: Callable[[str], None] = lambda line: None) -> Upcycled | str:
         """Return the model and its distance, or with init "compare" the table; both can be printed."""
-        check_empty(self.out)
+        check_new(self.out, "--out", a_file=False)
 
         from softmoe.transfer.upcycling import run_upcycle
 
@@ -126,14 +125,8 @@ class Soup(OnDevice):
         """Save the average, and return which models went into it with their scores."""
         if self.greedy != (self.data is not None):
             raise ValueError("--greedy and --data belong together: a greedy soup is chosen by its accuracy on data")
-        check_empty(self.out)
+        check_new(self.out, "--out", a_file=False)
 
         from softmoe.transfer.soups import run_soup
 
         return run_soup(self, report)
-
-
-def check_empty(out: str | None) -> None:
-    """Raise ValueError for a folder of the user's that a new model would take the place of."""
-    if out is not None and Path(out).exists() and any(Path(out).iterdir()):
-        raise ValueError(f"{out} is there already: choose another --out, or remove it")

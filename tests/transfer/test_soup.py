@@ -11,6 +11,7 @@ import torch
 from softmoe import save_pretrained
 from softmoe.convert import from_pretrained
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
+from softmoe.transfer import Soup, Upcycle
 from softmoe.transfer.soups import greedy_soup, soup
 
 SHAPE = ViTConfig(
@@ -127,3 +128,13 @@ def test_damaged_files_are_refused(tmp_path):
     path.write_bytes(data)
     with pytest.raises(ValueError, match="SHA-256"):
         soup(folders, tmp_path / "out")
+
+
+@pytest.mark.parametrize("command", [Soup, Upcycle])
+def test_what_is_there_is_refused(command, tmp_path):
+    """A file and a folder with something in it are refused for the new model, from Python as on the command line."""
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    for out, words in ((tmp_path / "full" / "file", "or remove it"), (tmp_path / "full", "a new or an empty folder")):
+        with pytest.raises(ValueError, match=f"is there already: choose another --out, {words}"):
+            command("model", out=str(out)).run()
