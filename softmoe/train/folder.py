@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from softmoe.convert.foreign import open_foreign
 from softmoe.data import open_source
 from softmoe.models import VisionTransformer, ViTConfig
 from softmoe.storage import (
@@ -232,8 +233,19 @@ def write_model(run: RunFolder) -> SavedModel:
     facts = {"preprocessing": checkpoint.preprocessing, "classes": named, "provenance": made}
     if config.model.adapters and config.model.weights is not None:
         assert isinstance(model, VisionTransformer)
-        return save_adapters(model, run.path / "model", config.model.weights, **facts)
+        base = saved_base(config.model.weights, run.path / "base")
+        return save_adapters(model, run.path / "model", base, **facts)
     return save_pretrained(model, run.path / "model", tokenizer=checkpoint.tokenizer, **facts)
+
+
+def saved_base(weights: str, folder: Path) -> str | Path:
+    """Return the saved model that is the base of adapters: `weights`, or `folder` made of others' weights."""
+    foreign = open_foreign(weights)
+    if foreign is None:
+        return weights
+    facts = {"preprocessing": foreign.preprocessing, "classes": foreign.classes, "provenance": {"weights": weights}}
+    save_pretrained(foreign.model, folder, **facts)
+    return folder
 
 
 def join_parts(

@@ -18,7 +18,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from shlex import quote
 
 import numpy as np
 import torch
@@ -59,8 +58,8 @@ def transfer_config(
     that has none: 16 of hidden width D / 32 in half of the blocks, fewer than 5 % of the weights of a ViT.
     """
     shape = from_pretrained(weights, "meta").config
-    if adapters:
-        check_base(weights, shape)
+    if adapters and locate(split_options(str(weights))[0]) is None:
+        facts_of_base(weights)  # refuses adapters
     size = shape.image_size if image_size is None else image_size
     section = section_of(shape)
     if adapters:
@@ -71,18 +70,6 @@ def transfer_config(
         model=replace(section, weights=str(weights), new_head=config.model.new_head),
         data=replace(config.data, transform=replace(config.data.transform, image_size=size)),
     )
-
-
-def check_base(weights: str | Path, shape: ViTConfig) -> None:
-    """Raise ValueError for weights that adapters cannot name as their base: others' weights, or adapters."""
-    if locate(split_options(str(weights))[0]) is not None:
-        raise ValueError(
-            f"adapters are saved beside the name of a saved model, and {weights} has others' weights: make a "
-            f"model of it with `softmoe upcycle {quote(str(weights))} --expert-dim {adapter_dim(shape)} --data DATA "
-            f"--out base`, or of just its weights in Python, softmoe.save_pretrained(softmoe.from_pretrained("
-            f"{str(weights)!r}), 'base'), then `softmoe finetune base DATA --adapters`"
-        )
-    facts_of_base(weights)
 
 
 def section_with_adapters(section: ModelSection, shape: ViTConfig, weights: str | Path) -> ModelSection:
