@@ -132,9 +132,9 @@ def run_steps(run: Run, stop: StopRequest) -> signal.Signals | None:
     config, done = run.config, run.done
     if done.step >= config.steps or out_of_patience(run):
         return run.team.ask(lambda: stop.signal)()[0]
-    clock, start = Clock(), time.perf_counter()
     feed = run.data.feed(run.data.loader.batches(done.step), run.device)
     answer = run.team.ask(lambda: stop.signal, feed.fetch())
+    clock, start = Clock(), time.perf_counter()  # now that data workers are there
     while True:
         stopped, failure = answer()
         if failure is not None and stopped is None:

@@ -2,8 +2,9 @@ import json
 import math
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from torch import nn
 from train.same_run import assert_same_run, final_state
 
 from softmoe.budget.memory import activation_memory
+from softmoe.data import Batch, Loader
 from softmoe.models import ViTConfig
 from softmoe.storage.checkpoint import read_checkpoint
-from softmoe.train import Diverged, TrainConfig, train
+from softmoe.train import Diverged, TrainConfig, loop, train
 from softmoe.train.distributed import Team
 from softmoe.train.folder import RunFolder
 from softmoe.train.log import read_metrics
@@ -205,6 +207,22 @@ def test_metrics_have_the_axes_of_the_paper(make_config):
     assert {"scale", "max_dispatch", "max_combine", "slot_similarity"} == set(
         lines[0]["routers"]["encoder.blocks.1.mlp"]
     )
+
+
+def test_the_start_of_data_workers_is_no_training_time(make_config, monkeypatch: pytest.MonkeyPatch):
+    """The seconds of a run are those of its steps; what it takes until the first batch is there is not in them."""
+    now, batches = [0.0], Loader.batches
+
+    def late(self: Loader, start_step: int = 0) -> Iterator[Batch]:
+        now[0] += 100.0
+        for batch in batches(self, start_step):
+            yield batch
+            now[0] += 1.0
+
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(Loader, "batches", late)
+    rows = read_metrics(train(make_config(steps=6)).folder.metrics)
+    assert rows[-1]["device_seconds"] == 5.0
 
 
 def test_the_loss_falls(make_config):
