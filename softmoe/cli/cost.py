@@ -192,8 +192,10 @@ def run_suite(a: BenchArguments) -> None:
 
 @dataclass(frozen=True)
 class SelftestArguments:
-    """Check routers, kernels, training, resuming and speed on this machine, about two minutes. Exit code 0 if nothing
-    is wrong, 1 if something is."""
+    """Check routers, kernels, training, resuming and speed on this machine, in about two minutes.
+
+    The exit code is 0 if nothing is wrong, 1 if something is.
+    """
 
     _: KW_ONLY
     device: str = "auto"

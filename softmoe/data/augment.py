@@ -208,8 +208,10 @@ def draw_rectangle(size: tuple[int, int], concentration: float, rng: np.random.G
 
 
 def cutmix(images: torch.Tensor, targets: torch.Tensor, box: Rectangle) -> tuple[torch.Tensor, torch.Tensor]:
-    """Paste a rectangle of the image that follows in the batch into each (B, 3, H, W); targets (B, C) are blended by
-    the area."""
+    """Paste a rectangle of the next image of the batch into each image, and blend the targets by the area.
+
+    `images` are (B, 3, H, W), `targets` (B, C).
+    """
     rows, columns = slice(box.top, box.bottom), slice(box.left, box.right)
     pasted = images.clone()
     pasted[:, :, rows, columns] = images.roll(-1, dims=0)[:, :, rows, columns]

@@ -158,8 +158,10 @@ def as_column(values: np.ndarray) -> np.ndarray:
 
 
 def frame(placed: Placed, scale: np.ndarray | float = 1.0, shift: np.ndarray | None = None) -> list[np.ndarray]:
-    """Return float32 ux, u0, uy, vx, v0, vy of each object: a pixel at (x, y) of the picture lies in its table of
-    CELLS x CELLS at u = ux x + u0 + uy y and v = vx x + v0 + vy y."""
+    """Return float32 ux, u0, uy, vx, v0, vy of each object, which lead from the picture to the object's table.
+
+    A pixel at (x, y) lies in the table of CELLS x CELLS at u = ux x + u0 + uy y and v = vx x + v0 + vy y.
+    """
     cells = CELLS / SPAN
     cos, sin = np.cos(placed.angle), np.sin(placed.angle)
     per_u = cells / placed.radius * scale

@@ -1,4 +1,4 @@
-"""One file a study: its docstring holds the question, the paper's finding and where; then
+"""Each file is a study. Its docstring holds the question and what the paper found where; its functions are
 
     cells(lab)            the runs, as cells of a grid
     claims(table)         what the paper found, as differences of our runs that are above zero where it holds

@@ -48,8 +48,9 @@ def printed_models(lab: Lab) -> Iterator[Cell]:
 
 
 def time_of(numbers: dict[str, float]) -> float:
-    """Return the seconds of computing: of the one thread where it was one, which other work on the machine does not
-    change.
+    """Return the seconds of computing.
+
+    Of a run with one thread they are the thread's own, which other work on the machine changes least.
     """
     return numbers.get("cpu_seconds") or numbers["seconds"]
 
@@ -83,8 +84,9 @@ def lead(table: Table, other: str, cost: str, number: str) -> dict[int, float]:
 
 
 def mean_gap(line: list[tuple[float, float]], others: list[tuple[float, float]]) -> float | None:
-    """Return how far the line through some (cost, quality) lies above other points within its range of costs, on the
-    mean.
+    """Return how far a line through points (cost, quality) lies above other points on the mean.
+
+    Points outside of the line's range of costs do not count.
     """
     if len(line) < 2:
         return None
