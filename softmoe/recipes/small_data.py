@@ -19,9 +19,9 @@ Time: 131 ms a step on one core of an AMD EPYC (AVX-512), 11 minutes for all; on
 Measured: Tiny-ImageNet, 100 classes, top-1 and 10-shot on 100 others: 40.7 and 19.9 %, one expert with the same slots
 and MLPs 40.1 and 19.9 %, dense 39.4 and 19.9 % (2026-11-18, three seeds, equal time). So it is 1.3 ± 1.0 points above
 dense, and what experts give of it, 0.6 ± 1.4, is not sure. In 15,600 steps with mixed images: 49.1 and 21.5 %, one
-expert 47.5 and 21.9 %, dense 46.5 and 22.4 % in equal time (seed 0). Experts in the place of MLPs had 36.2 and 18.1 % with Muon.
-With AdamW: 37.8 and 17.3 % in 15,600 steps (20 epochs), one expert 34.9 and 16.8 % (+2.9 ± 2.1 points in top-1), dense
-in equal time 34.1 and 17.5 % (+3.7 ± 1.5).
+expert 47.5 and 21.9 %, dense 46.5 and 22.4 % in equal time (seed 0). Experts in the place of MLPs had
+36.2 and 18.1 % with Muon. With AdamW: 37.8 and 17.3 % in 15,600 steps (20 epochs), one expert 34.9 and 16.8 % (+2.9 ±
+2.1 points in top-1), dense in equal time 34.1 and 17.5 % (+3.7 ± 1.5).
 """
 
 from softmoe import train
