@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 from torch import nn
 
 from softmoe.moe import Experts, ExpertsBeside, MoE, RouterConfig
-from softmoe.moe.routing import ROUTERS
+from softmoe.moe.routing import ROUTERS, make_plain
 
 _FORMER_OPTIONS = {  # the keys of an MoE in config.json when all routers shared one list of options
     *("router", "num_experts", "slots_per_expert", "blocks", "expert_dropout", "identical_init", "normalize"),
@@ -36,6 +36,7 @@ class MoEConfig:
     """Hidden width of the MLP that is kept; None is that of the model's MLPs."""
 
     def __post_init__(self) -> None:
+        make_plain(self)
         if self.kept_dim is not None and not self.keep_mlp:
             raise ValueError(f"kept_dim is the width of an MLP beside the experts, got {self.kept_dim}: set keep_mlp")
 
@@ -104,10 +105,7 @@ class MoEConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "MoEConfig":
-        values = without_unused_options(values)
-        if values.get("blocks") is not None:
-            values["blocks"] = tuple(values["blocks"])
-        return cls.of(**values)
+        return cls.of(**without_unused_options(values))
 
 
 LAYER_OPTIONS = tuple(f.name for f in fields(MoEConfig) if f.name != "router")
@@ -191,6 +189,9 @@ class ViTConfig:
     """Blocks, counted from 0, whose class token and mean of cells the head gets beside the pooled vector."""
     moe: MoEConfig | None = None
 
+    def __post_init__(self) -> None:
+        make_plain(self)
+
     @property
     def image_shape(self) -> tuple[int, int]:
         size = self.image_size
@@ -233,11 +234,7 @@ class ViTConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ViTConfig":
-        values = with_moe(values)
-        for name in ("image_size", "merge", "head_blocks"):
-            if isinstance(values.get(name), list):
-                values[name] = tuple(values[name])
-        return cls(**values)
+        return cls(**with_moe(values))
 
 
 def with_moe(values: dict[str, Any]) -> dict[str, Any]:
@@ -268,6 +265,9 @@ class TextConfig:
     attention_dropout: float = 0.0
     moe: MoEConfig | None = None
 
+    def __post_init__(self) -> None:
+        make_plain(self)
+
     @property
     def tokens(self) -> int:
         return self.length + (self.pool == "class")
@@ -289,6 +289,9 @@ class TwoTowerConfig:
     """Initial factor of the cosines; its logarithm is learned."""
     bias_init: float | None = -10.0
     """Initial value of a learned bias of the logits; None is no bias (the softmax loss does not use one)."""
+
+    def __post_init__(self) -> None:
+        make_plain(self)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"image": tower_dict(self.image), "text": tower_dict(self.text)}

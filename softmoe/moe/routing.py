@@ -11,9 +11,11 @@ The experts never know which router filled their slots:
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field, fields
+from types import UnionType
+from typing import Any, ClassVar, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -75,9 +77,33 @@ class RouterConfig(ABC):
             cls.name = name
             ROUTERS[name] = cls
 
+    def __post_init__(self) -> None:
+        make_plain(self)
+
     @abstractmethod
     def build(self, dim: int) -> Router:
         """Make the router for tokens of width `dim`."""
+
+
+def make_plain(config: Any) -> None:
+    """Turn the values of a frozen config into those that JSON gives back.
+
+    An integer for a float becomes a float, a sequence a tuple, and a number of NumPy or torch one of Python.
+    """
+    hints = get_type_hints(type(config))
+    for f in fields(config):
+        object.__setattr__(config, f.name, _plain(getattr(config, f.name), hints[f.name]))
+
+
+def _plain(value: Any, hint: Any) -> Any:
+    members = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    if getattr(value, "shape", None) == ():
+        value = value.item()
+    if float in members and type(value) is int:
+        return float(value)
+    if any(get_origin(member) is tuple for member in members) and isinstance(value, Iterable):
+        return value if isinstance(value, str) else tuple(_plain(one, int) for one in value)
+    return value
 
 
 @dataclass(frozen=True)

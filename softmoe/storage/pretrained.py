@@ -113,6 +113,10 @@ def save_tensors(
             "two towers are saved with their tokenizer, and a model for images alone has none: give tokenizer= for two "
             "towers (softmoe.data.Tokenizer.open(FILE)) and leave it out for one"
         )
+    try:
+        parse_architecture(json.loads(json.dumps(architecture.to_dict())))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{target} was not written, as it could not be opened again: {error}") from error
     with torch.device("meta"):
         check_specs(construct(architecture), specs, f"{target} was not written", rest)
     if isinstance(preprocessing, Mapping):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -42,6 +43,31 @@ def test_round_trip(name, changes, tmp_path):
     assert torch.equal(model(images), again(images))
     wider = torch.randn(1, 3, 40, 64)
     assert torch.equal(model(wider), again(wider))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dropout": 0, "attention_dropout": 0, "drop_path": 0, "noise_std": 0, "scale_init": 0, "expert_dropout": 0},
+        {"blocks": range(1, 2), "image_size": [32, 48], "head_blocks": [0]},
+        {"num_classes": np.int64(3), "num_experts": np.int64(2), "blocks": np.array([1]), "dropout": np.float64(0.5)},
+    ],
+)
+def test_other_types_of_the_same_values(changes, tmp_path):
+    """Integers for floats, other sequences than tuples and NumPy's numbers are saved as what they stand for."""
+    model = tiny("soft_ti8_4e", **changes)
+    softmoe.save_pretrained(model, tmp_path / "m")
+    again = softmoe.from_pretrained(tmp_path / "m")
+    assert again.config == model.config
+    assert json.dumps(again.config.to_dict()) == json.dumps(model.config.to_dict())
+
+
+def test_what_could_not_be_opened_is_not_written(tmp_path):
+    """An architecture that reading would refuse is refused when it is saved, and nothing is left of it."""
+    model = tiny(scale_init=2e6)
+    with pytest.raises(ValueError, match=r"was not written, as it could not be opened again: .*scale_init is at most"):
+        softmoe.save_pretrained(model, tmp_path / "m")
+    assert not list(tmp_path.iterdir())
 
 
 def test_without_a_head(tmp_path):
