@@ -135,9 +135,9 @@ batched_linear.register_autograd(_backward, setup_context=_save)
 
 
 def kernel_supports(x_NSI: Tensor, w: Tensor, *others: Tensor) -> bool:
-    """True for plain float32 tensors on a CPU, at most MAX_ROWS rows, large weights."""
+    """True for plain float32 tensors on a CPU, at least one row and at most MAX_ROWS, large weights."""
     return (
-        x_NSI.shape[1] <= MAX_ROWS
+        0 < x_NSI.shape[1] <= MAX_ROWS
         and w.nbytes >= LARGE
         and w.shape[2] % LANES == 0
         and plain_float32(x_NSI, w, *others)

@@ -13,7 +13,7 @@ from transforms import TRANSFORMS
 from softmoe.accelerate import apply, buffers, guards
 from softmoe.accelerate import experts as module
 from softmoe.accelerate.experts import KERNEL, batched_linear
-from softmoe.moe import Experts
+from softmoe.moe import Experts, SoftMoE
 
 needs_compiler = pytest.mark.skipif(not KERNEL.available, reason=f"not compiled: {KERNEL.why_not()}")
 
@@ -102,6 +102,23 @@ def test_a_layer_trains_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
     for one, other in zip(gradients(), plain, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
     assert len(calls) == 5  # the rows themselves need no gradient
+
+
+@needs_compiler
+def test_an_empty_batch_is_the_plain_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer without images gives no tokens and gradients of zero, with and without gradients in the forward."""
+    monkeypatch.setattr(module, "LARGE", 0)
+    layer = SoftMoE(24, 6, hidden_dim=64)
+    apply(layer)
+    calls = used(monkeypatch)
+    with torch.no_grad():
+        assert layer(torch.zeros(0, 4, 24)).shape == (0, 4, 24)
+    x = torch.zeros(0, 4, 24, requires_grad=True)
+    layer(x).sum().backward()
+    assert torch.as_tensor(x.grad).shape == x.shape
+    for parameter in layer.experts.parameters():
+        assert torch.equal(torch.as_tensor(parameter.grad), torch.zeros_like(parameter))
+    assert calls == []
 
 
 @needs_compiler
