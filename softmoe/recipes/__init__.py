@@ -52,6 +52,7 @@ def load(name: str, variant: str = "recipe") -> TrainConfig:
     config = _called(function, name)
     if not isinstance(config, TrainConfig):
         raise ValueError(f"{variant}() of the recipe {name} must return a TrainConfig, got {type(config).__name__}")
+    config = _called(lambda: TrainConfig.from_dict(config.to_dict()), name)  # as it is stored: tuples, not lists
     config = shrunk(config) if own is None else config
     return replace(config, run_name=Path(name).stem) if config.run_name == TrainConfig.run_name else config
 

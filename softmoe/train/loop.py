@@ -90,6 +90,7 @@ def train(
     `evaluators` maps the first part of a number's name to a function of model and validation batches; the default is
     {"val": accuracy and loss}. `extract` (softmoe.evaluate.extract) lets a locked image tower run only once.
     """
+    config = TrainConfig.from_dict(config.to_dict())  # as it is stored, so that the run goes on with what it began
     config.check()
     folder = RunFolder.of(config)
     with ExitStack() as stack:

@@ -1,3 +1,4 @@
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,18 @@ def test_a_users_own_file(tmp_path: Path):
     path = tmp_path / "mine.py"
     path.write_text("from softmoe.train import TrainConfig\ndef recipe():\n    return TrainConfig(steps=7)\n")
     assert recipes.load(str(path)) == TrainConfig(steps=7, run_name="mine")
+
+
+def test_lists_in_a_recipe_are_tuples(tmp_path: Path):
+    """A list where a tuple is declared is the same setting, so that a second call goes on with the run."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from softmoe.train import ModelSection, TrainConfig\n"
+        "def recipe():\n    return TrainConfig(model=ModelSection(blocks=[1], image_size=[32, 48]))\n"
+    )
+    config = recipes.load(str(path))
+    assert (config.model.blocks, config.model.image_size) == ((1,), (32, 48))
+    assert config == TrainConfig.from_dict(json.loads(json.dumps(config.to_dict())))
 
 
 @pytest.mark.parametrize(

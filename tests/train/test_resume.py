@@ -1,6 +1,7 @@
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,14 @@ def test_a_run_may_be_made_longer_if_its_past_stays(make_config):
     train(make_config(steps=3, run_name="cosine", **{"schedule.kind": "cosine"}))
     with pytest.raises(ValueError, match="steps: 3 -> 6"):
         train(make_config(steps=6, run_name="cosine", **{"schedule.kind": "cosine"}))
+
+
+def test_lists_for_tuples_are_the_same_run(make_config):
+    """Settings made in Python with a list where a tuple is declared continue the run that they began."""
+    config = make_config()
+    lists = replace(config, model=replace(config.model, blocks=[1]))
+    assert train(replace(lists, steps=2)).step == 2
+    assert train(lists).step == 6
 
 
 def test_two_processes_in_one_folder_are_refused(make_config):
