@@ -255,6 +255,8 @@ def restore(run: Run, found: Checkpoint) -> None:
     best = run.done.best
     if best and run.config.checkpoint.keep_best and best["step"] not in run.store.steps():
         run.done.best = None  # that checkpoint is of another run (a branch), or was lost
+    if best and best.get("name", run.config.evaluation.best) != run.config.evaluation.best:
+        run.done.best, run.done.stale = None, 0  # another measure is asked for now
 
 
 def save(run: Run) -> None:

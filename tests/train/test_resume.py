@@ -146,6 +146,20 @@ def test_lists_for_tuples_are_the_same_run(make_config):
     assert train(lists).step == 6
 
 
+def test_another_measure_of_the_best_begins_anew(make_config):
+    """A run resumed with another evaluation.best does not compare its numbers with those of the measure before."""
+
+    def evaluator(model: nn.Module, batches: Any) -> dict[str, float]:
+        return {"high": 0.9, "low": 0.1}
+
+    def run(steps: int, best: str) -> int:
+        settings = {"evaluation.every": 2, "evaluation.patience": 1, "evaluation.best": best}
+        return train(make_config(steps=steps, **settings), evaluators={"val": evaluator}).step
+
+    assert run(2, "val/high") == 2
+    assert run(6, "val/low") == 6
+
+
 def test_two_processes_in_one_folder_are_refused(make_config):
     """The second one says so instead of mixing two runs."""
     config = make_config()
