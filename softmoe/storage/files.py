@@ -129,7 +129,7 @@ def put_in_place(partial: Path, target: Path) -> None:
 
 def remove_folder(path: Path) -> None:
     """Remove a folder so that a kill in the middle leaves a hidden rest and not a half folder under its name."""
-    trash = path.with_name(f"{PARTIAL}{path.name}-{os.getpid()}-old")
+    trash = path.with_name(f"{PARTIAL}{path.name}-{os.getpid()}-gone")
     shutil.rmtree(trash, ignore_errors=True)
     os.rename(path, trash)
     shutil.rmtree(trash, ignore_errors=True)

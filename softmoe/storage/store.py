@@ -113,7 +113,14 @@ class CheckpointStore:
         return None
 
     def sweep(self) -> None:
-        """Remove folders that a killed process left half written."""
+        """Remove folders that a killed process left half written; one that it was about to replace gets its name back.
+
+        `put_in_place` calls the old folder `.partial-NAME-PID-old` until the new one has its name.
+        """
+        for old in self.folder.glob(f"{PARTIAL}*-old"):
+            name = old.name.removeprefix(PARTIAL).rsplit("-", 2)[0]
+            if STEP_NAME.fullmatch(name) and not (self.folder / name).exists():
+                old.rename(self.folder / name)
         for partial in self.folder.glob(f"{PARTIAL}*"):
             shutil.rmtree(partial, ignore_errors=True)
 

@@ -1,5 +1,7 @@
 import errno
 import json
+import subprocess
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -80,6 +82,39 @@ def test_a_broken_newest_is_reported_and_the_one_before_used(tmp_path: Path, fil
     found = store(tmp_path).latest()
     assert found is not None
     assert found.step == 4
+
+
+def killed(*lines: str) -> None:
+    """Run lines of Python in another process that ends itself, as if it was killed."""
+    code = "\n".join(["import os, shutil", "from pathlib import Path", "from softmoe.storage import files", *lines])
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 9
+
+
+def test_a_kill_while_a_checkpoint_is_replaced_loses_nothing(tmp_path: Path):
+    """Between the two renames neither folder has the name: the old one gets it back, and the rest is removed."""
+    path = write_checkpoint(tmp_path, snapshot(2))
+    killed(
+        "rename = os.rename",
+        "os.rename = lambda old, new: os._exit(9) if files.PARTIAL in str(old) else rename(old, new)",
+        f"with files.whole_folder(Path({str(path)!r})): pass",
+    )
+    assert not path.exists()
+    found = store(tmp_path).latest()
+    assert found is not None
+    assert same(found, snapshot(2))
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_kill_while_a_checkpoint_is_removed_does_not_bring_it_back(tmp_path: Path):
+    """What is being removed may be half gone, so the next run removes the rest of it."""
+    path = write_checkpoint(tmp_path, snapshot(2))
+    killed(
+        "shutil.rmtree = lambda path, **how: os._exit(9) if path.exists() else None",
+        f"files.remove_folder(Path({str(path)!r}))",
+    )
+    assert not path.exists()
+    assert store(tmp_path).latest() is None
+    assert not list(tmp_path.iterdir())
 
 
 def test_no_readable_checkpoint_at_all_is_an_error(tmp_path: Path):
