@@ -28,6 +28,8 @@ from softmoe.storage.weights import Spec, WeightFiles, check_files
 from softmoe.transfer import Soup
 
 PIECE = 1 << 22  # numbers that are averaged at a time, in float64
+_OF_TRAINING = ("expert_dropout", "noise_std", "identical_init", "scale_init", "place_init")
+"""Options of experts that a trained model's outputs do not depend on; so are the weights of losses, *_weight."""
 Score = Callable[[VisionTransformer], float]
 
 
@@ -226,7 +228,9 @@ def check_alike(models: Sequence[SavedModel]) -> None:
 def comparable_facts(saved: SavedModel) -> dict[str, Any]:
     """Return the settings that models must share to be averaged."""
     c = saved.config
-    facts = weight_facts(c) | {"num_classes": c.num_classes, "image size": c.image_shape}
+    experts = {} if c.moe is None else c.moe.to_dict()
+    experts = {k: v for k, v in experts.items() if k not in _OF_TRAINING and not k.endswith("_weight")}
+    facts = experts | weight_facts(c) | {"num_classes": c.num_classes, "image size": c.image_shape}
     if saved.towers is None or saved.tokenizer is None:
         return facts
     text = {f"text {name}": value for name, value in saved.towers.to_dict()["text"].items()}

@@ -106,6 +106,31 @@ def test_other_architectures_are_refused(change, words, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"top_k": 2}, "top_k is 1 in .* and 2 in"),
+        ({"capacity_factor": 2.0}, r"capacity_factor is 1\.0 in .* and 2\.0 in"),
+        ({"batch_priority": False}, "batch_priority is True in .* and False in"),
+    ],
+)
+def test_other_routings_are_refused(change, words, tmp_path):
+    """Models whose weights have the same shapes but whose tokens go other ways are not averaged."""
+    shapes = [replace(SHAPE, moe=MoEConfig.of("tokens_choice", 2, **options)) for options in ({}, change)]
+    folders = [save(tmp_path / str(seed), seed, shape) for seed, shape in enumerate(shapes)]
+    with pytest.raises(ValueError, match=words):
+        soup(folders, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_how_the_models_were_trained_may_differ(tmp_path):
+    """Noise, dropout and the weights of losses are settings of training, which soups are made across."""
+    others = {"noise_std": 0.5, "expert_dropout": 0.1, "load_weight": 0.5, "identical_init": True, "blocks": (1,)}
+    shapes = [replace(SHAPE, moe=MoEConfig.of("tokens_choice", 2, **options)) for options in ({}, others)]
+    folders = [save(tmp_path / str(seed), seed, shape) for seed, shape in enumerate(shapes)]
+    assert soup(folders, tmp_path / "out").kept == (0, 1)
+
+
 def test_other_dtypes_and_classes_are_refused(tmp_path):
     """float32 with float16; the same number of other classes; no model at all."""
     a = save(tmp_path / "a", 0, classes=("x", "y", "z"))
