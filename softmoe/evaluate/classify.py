@@ -125,7 +125,9 @@ class Predictor:
             vectors = vectors_BD.float().cpu()
             tops: list[tuple[tuple[str, float], ...]] = [()] * len(names)
             if self.names:
-                best = probabilities(model.head(vectors_BD), self.loaded.loss).cpu().topk(self.top)
+                weights = next(model.head.parameters())
+                logits_BC = model.head(vectors_BD.to(weights.dtype))  # autocast, if any, ended with the vectors
+                best = probabilities(logits_BC, self.loaded.loss).cpu().topk(self.top)
                 pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
                 tops = [tuple((self.names[c], p) for p, c in zip(*row, strict=True)) for row in pairs]
         if not vectors.isfinite().all() or any(math.isnan(share) for row in tops for _, share in row):

@@ -6,12 +6,15 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import nn
 
+from softmoe.accelerate.guards import swap_class
 from softmoe.convert.foreign import open_foreign, with_options
 from softmoe.data import Example, Source, Transform, TransformConfig, captions_of
 from softmoe.data.decode import decode, read_image_file
@@ -26,6 +29,7 @@ from softmoe.storage.files import read_json
 
 logger = logging.getLogger("softmoe")
 AnyModel = TypeVar("AnyModel", VisionTransformer, TwoTower)
+Method = TypeVar("Method", bound=Callable[..., Any])
 ReadBatch = Callable[..., list[Example]]  # (indices, captions)
 
 
@@ -95,12 +99,42 @@ def compute_in(precision: Precision, model: AnyModel) -> AnyModel:
     device = next(model.parameters()).device
     dtype = choose_precision(precision, device, logger.warning)
     if dtype is not None:
-        cast = torch.autocast(device.type, dtype=dtype)
-        for name in ("forward", "forward_features", "forward_vector", "forward_head", "embed_images", "embed_texts"):
-            if hasattr(model, name):
-                setattr(model, name, cast(getattr(model, name)))
+        swap_class(model, VisionTransformer, CastVisionTransformer)
+        swap_class(model, TwoTower, CastTwoTower)
     model.__dict__["computes_in"] = dtype  # part of the key under which its features are cached
     return model
+
+
+def in_own_precision(method: Method) -> Method:
+    """Run a method of a model under autocast to the dtype that `compute_in` left on the model, if any."""
+
+    @wraps(method)
+    def cast(model: nn.Module, *args: Any, **options: Any) -> Any:
+        dtype = vars(model).get("computes_in")
+        if dtype is None:
+            return method(model, *args, **options)
+        with torch.autocast(next(model.parameters()).device.type, dtype=dtype):  # a new one: methods call each other
+            return method(model, *args, **options)
+
+    return cast  # pyright: ignore[reportReturnType]
+
+
+class CastVisionTransformer(VisionTransformer):
+    """A vision transformer that computes in the precision given to `compute_in`, and so do its copies."""
+
+    forward = in_own_precision(VisionTransformer.forward)
+    forward_features = in_own_precision(VisionTransformer.forward_features)
+    forward_vector = in_own_precision(VisionTransformer.forward_vector)
+    forward_head = in_own_precision(VisionTransformer.forward_head)
+    embed_images = in_own_precision(VisionTransformer.embed_images)
+
+
+class CastTwoTower(TwoTower):
+    """Two towers that compute in the precision given to `compute_in`, and so do their copies."""
+
+    forward = in_own_precision(TwoTower.forward)
+    embed_images = in_own_precision(TwoTower.embed_images)
+    embed_texts = in_own_precision(TwoTower.embed_texts)
 
 
 def preprocessing_at(saved: SavedModel, image_size: int | tuple[int, int] | None) -> Preprocessing:

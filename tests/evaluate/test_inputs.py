@@ -1,24 +1,29 @@
 """From names on a command line to models, sources and files."""
 
+import copy
 import pickle
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 import two_towers
 from PIL import Image
 
 import softmoe
 from softmoe.data import Example, evaluation_batches, open_source
 from softmoe.evaluate import inputs
+from softmoe.evaluate.classify import Predictor
 from softmoe.evaluate.inputs import (
     Relabeled,
+    compute_in,
     evaluation_transform,
     find_images,
     load,
     match_classes,
     random_subset,
 )
+from softmoe.machine import bfloat16_works
 from softmoe.models import create_model
 from softmoe.storage import Preprocessing, open_saved
 from softmoe.storage.files import write_json
@@ -53,6 +58,45 @@ def test_load_at_another_size(tmp_path):
     assert wider.transform.crop == "resize"
     assert wider.class_names() == ("class 0", "class 1")
     assert load(tmp_path / "m", image_size=8).preprocessing.image_size == (8, 8)
+
+
+@pytest.mark.skipif(not bfloat16_works(), reason="this processor has no working bfloat16")
+@pytest.mark.parametrize("towers", [False, True])
+def test_a_precision_ends_with_the_call_and_copies_are_models_of_their_own(towers):
+    """Autocast is off after a model in bfloat16 has run, and a copy of it computes with its own weights."""
+    images = torch.linspace(-1, 1, 2 * 3 * 16 * 16).view(2, 3, 16, 16)
+    model = two_towers.two_towers() if towers else two_towers.two_towers().image
+
+    def run(m):
+        return m(images, torch.ones(2, 16, dtype=torch.int64)).image if towers else m(images)
+
+    with torch.inference_mode():
+        exact = run(model)
+        coarse = run(compute_in("bfloat16", model))
+        assert not torch.is_autocast_enabled("cpu")
+        assert not torch.equal(coarse, exact)
+        other = copy.deepcopy(model)
+        assert torch.equal(run(other), coarse)
+        for weight in other.parameters():
+            weight.zero_()
+        assert not torch.equal(run(other), coarse)
+        assert torch.equal(run(model), coarse)
+        assert torch.equal(run(compute_in("float32", model)), exact)
+
+
+@pytest.mark.skipif(not bfloat16_works(), reason="this processor has no working bfloat16")
+def test_a_prediction_in_bfloat16_is_near_that_in_float32(tmp_path):
+    """The classes of an image get nearly the same shares in both precisions."""
+    options = {"width": 16, "heads": 2, "mlp_dim": 16, "depth": 1, "num_classes": 2, "representation_size": 8}
+    model = create_model("vit_ti8", image_size=16, **options)
+    torch.nn.init.normal_(model.head.weight)
+    softmoe.save_pretrained(model, tmp_path / "m")
+    shares = []
+    for precision in ("float32", "bfloat16"):
+        loaded = load(tmp_path / "m", device="cpu", precision=precision)
+        (found,) = Predictor(loaded).predict(["x"], torch.ones(1, 3, 16, 16))
+        shares.append(dict(found.top))
+    assert shares[1] == pytest.approx(shares[0], abs=0.05)
 
 
 def test_transform_is_that_of_evaluation():
