@@ -16,6 +16,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -266,9 +267,10 @@ class Captioned(Source):
 
     def read(self, index: int, min_side: MinSide = None) -> Example:
         example = self.source.read(index, min_side)
-        if not usable(example.captions):
+        captions = usable(example.captions)
+        if not captions:
             raise BrokenImage(example.name, "it has no caption")
-        return example
+        return replace(example, captions=captions)
 
     def read_captions(self, indices: Sequence[int] | np.ndarray) -> list[tuple[str, ...]]:
         return captions_of(self.source, indices)
@@ -277,4 +279,5 @@ class Captioned(Source):
         """Read all at once where the source can and all have captions; None asks for one after another."""
         inner = getattr(self.source, "read_batch", None)
         examples: list[Example] | None = None if inner is None else inner(indices)
-        return examples if examples and all(usable(e.captions) for e in examples) else None
+        found = [replace(e, captions=usable(e.captions)) for e in examples or []]
+        return found if found and all(e.captions for e in found) else None

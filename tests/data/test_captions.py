@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from softmoe.data import Captioned, Loader, Transform, TransformConfig, captions_of, evaluation_batches, open_source
+from softmoe.data import (
+    Captioned,
+    Example,
+    Loader,
+    Source,
+    Transform,
+    TransformConfig,
+    captions_of,
+    evaluation_batches,
+    open_source,
+)
 from softmoe.data.texts import some_captions, usable
 
 TRANSFORM = Transform(TransformConfig(image_size=8, crop="resize", flip=False), train=True)
@@ -60,6 +70,29 @@ def test_images_without_captions_count_as_broken(shard):
     left = next(evaluation_batches(source, PLAIN, 7))
     assert left.indices.tolist() == [0, 1, 4, 5, 6]
     assert len(left.broken) == 2
+
+
+def test_captions_without_text_are_not_drawn():
+    """Of an image with good and empty captions the good ones alone are left, read one by one or all at once."""
+
+    class Mixed(Source):
+        classes, multi_label, fingerprint = (), False, "mixed"
+
+        def __len__(self):
+            return 4
+
+        def read(self, index, min_side=None):
+            return Example(np.zeros((8, 8, 3), np.uint8), (), ("", "good", "\x00\x07", " "), str(index))
+
+        def read_batch(self, indices, captions=True):
+            return [self.read(index) for index in indices]
+
+    source = Captioned(Mixed(), "x")
+    assert source.read(0).captions == ("good",)
+    batch = source.read_batch([0, 1])
+    assert batch is not None
+    assert [example.captions for example in batch] == [("good",)] * 2
+    assert next(Loader(source, TRANSFORM, 4).batches()).captions == (("good",),) * 4
 
 
 def test_too_many_images_without_captions(shard):
