@@ -154,6 +154,7 @@ def run_verdicts(run: RunRecord) -> list[Verdict]:
     from softmoe.data.batch import TrainBatches
     from softmoe.inspection.doctor import Verdict, examine_accuracy, examine_history, examine_loading
     from softmoe.train.data import buffers_of
+    from softmoe.train.preview import on_cuda
 
     c, d = run.config, run.config.data
     found = [*examine_history(run.rows, c.schedule.warmup), *examine_accuracy(run.rows, run.classes)]
@@ -162,5 +163,5 @@ def run_verdicts(run: RunRecord) -> list[Verdict]:
     except (ValueError, OSError, ModuleNotFoundError) as error:
         return [*found, Verdict("data loading", None, f"the run's images cannot be opened: {error}")]
     batches = TrainBatches(source, Transform(d.transform, train=True), d.batch_size, c.seed, 1, 0)
-    workers = buffers_of(d, d.batch_size, c.device).workers
+    workers = buffers_of(d, d.batch_size, "cuda" if on_cuda(c) else "cpu").workers
     return [*found, examine_loading(run.rows, workers, batches, d.batch_size)]

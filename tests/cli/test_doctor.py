@@ -8,9 +8,11 @@ import torch
 
 import softmoe
 from softmoe.cli import main
+from softmoe.inspection.api import run_verdicts
 from softmoe.models import create_model
 from softmoe.recipes import quickstart
 from softmoe.train import train
+from softmoe.train.folder import load_run
 
 
 @pytest.fixture
@@ -40,6 +42,18 @@ def test_a_run(run, capsys):
     assert accuracy["figure"].endswith("; too early to judge before step 100")
     assert code == (1 if any(checks.values()) else 0)
     assert found["wrong"] == sum(value is True for value in checks.values())
+
+
+def test_loading_is_judged_with_the_workers_of_the_run(run, monkeypatch):
+    """A run on the automatic device has the workers of the device that it finds, here a processor."""
+    settings = json.loads((run / "config.json").read_text())
+    settings["train"]["device"], settings["train"]["data"]["workers"] = "auto", "auto"
+    (run / "config.json").write_text(json.dumps(settings))
+    asked = []
+    monkeypatch.setattr("softmoe.train.data.workers_for", lambda device: asked.append(device) or 1)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    run_verdicts(load_run(run))
+    assert asked == ["cpu"]
 
 
 def test_a_model(tmp_path, capsys):
