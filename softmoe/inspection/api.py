@@ -92,6 +92,7 @@ def look(a: Inspect, name: str, progress: Progress | None) -> Inspection:
         batch_size=a.batch_size,
         workers=a.workers,
         classes=classes,
+        loss=loaded.loss,
         about={"model": name, "fingerprint": loaded.saved.fingerprint, "data_fingerprint": source.fingerprint},
         progress=progress,
     )

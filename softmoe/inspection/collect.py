@@ -23,6 +23,7 @@ from softmoe.accelerate.guards import plain_class
 from softmoe.data import BrokenImage, Example, Source, Transform, evaluation_batches, to_tensor
 from softmoe.inspection.statistics import LayerStatistics, correlation_summary, layer_statistics
 from softmoe.models import VisionTransformer
+from softmoe.models.classification import Loss, probabilities
 from softmoe.moe import DenseRouting, Router, Routing, SparseRouting
 from softmoe.moe.record import evaluating, record, routers_by_layer
 
@@ -251,12 +252,13 @@ def inspect_source(
     batch_size: int = 32,
     workers: int = 0,
     classes: Sequence[str] = (),
+    loss: Loss = "softmax",
     about: dict[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Inspection:
     """Take statistics over all of the source, and `images` of it, evenly chosen, in full.
 
-    `classes` name the outputs.
+    `classes` name the outputs, and `loss`, with which the model was trained, says what they mean.
     """
     if images < 0:
         raise ValueError(f"the number of images to show must not be negative, got {images}")
@@ -270,12 +272,17 @@ def inspect_source(
                 progress(done, len(source))
 
     count, layers = layer_results(model, tensors())
-    samples = take_samples(model, source, transform, images, classes) if images else []
+    samples = take_samples(model, source, transform, images, classes, loss) if images else []
     return Inspection(name, count, layers, routers_by_layer(model), samples, about or {})
 
 
 def take_samples(
-    model: VisionTransformer, source: Source, transform: Transform, count: int, classes: Sequence[str] = ()
+    model: VisionTransformer,
+    source: Source,
+    transform: Transform,
+    count: int,
+    classes: Sequence[str] = (),
+    loss: Loss = "softmax",
 ) -> list[Sample]:
     """Take images spread over the source, as the model sees them; unreadable ones are left out."""
     samples = []
@@ -292,7 +299,7 @@ def take_samples(
         image = to_tensor(pixels)[None]
         with evaluating(model), torch.inference_mode():
             weights = take_weights(model, image)[0]
-            said = prediction(model, image, classes)
+            said = prediction(model, image, classes, loss)
         grid = (pixels.shape[0] // patch, pixels.shape[1] // patch)
         samples.append(Sample(np.ascontiguousarray(pixels), caption(example, source, index), grid, weights, said))
     return samples
@@ -304,9 +311,9 @@ def caption(example: Example, source: Source, index: int) -> str:
     return f"{labels} ({place})" if labels else place
 
 
-def prediction(model: VisionTransformer, image: Tensor, classes: Sequence[str]) -> str:
+def prediction(model: VisionTransformer, image: Tensor, classes: Sequence[str], loss: Loss) -> str:
     """Say what the model takes the image for, if it has a head and its outputs have names."""
     if not classes or model.config.num_classes is None:
         return ""
-    probability, best = model(image.to(next(model.parameters()).device)).softmax(1).max(1)
+    probability, best = probabilities(model(image.to(next(model.parameters()).device)), loss).max(1)
     return f"taken for {classes[int(best)]} ({float(probability):.0%})"

@@ -9,6 +9,7 @@ from PIL import Image
 
 import softmoe
 from softmoe.cli import main
+from softmoe.inspection.api import Inspect
 from softmoe.models import create_model
 
 NAMES = ("<img src=x onerror=alert(1)>", "'\"&")
@@ -65,6 +66,16 @@ def test_statistics_do_not_depend_on_the_batch(tmp_path, data, capsys):
     for key in ("mean_largest", "entropy", "effective"):
         assert one["dispatch"][key] == pytest.approx(all_["dispatch"][key], rel=1e-5)
     assert one["importance"]["experts"] == pytest.approx(all_["importance"]["experts"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("loss", "share"), [("softmax", "50%"), ("sigmoid", "95%")])
+def test_probabilities_are_those_of_the_loss(tmp_path, data, loss, share):
+    """A model that was trained with a sigmoid for each class gives every class a chance by itself."""
+    model = create_model("soft_ti4_3e", image_size=16, width=8, heads=2, mlp_dim=8, depth=2, num_classes=2)
+    torch.nn.init.constant_(model.head.bias, 3.0)
+    softmoe.save_pretrained(model, tmp_path / "m", classes=NAMES, provenance={"loss": loss})
+    (found,), _ = Inspect(str(tmp_path / "m"), str(data), images=1, out=tmp_path / "out").run()
+    assert found.samples[0].prediction.endswith(f"({share})")
 
 
 def test_nothing_is_written_over(tmp_path, data, capsys, monkeypatch):
