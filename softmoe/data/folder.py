@@ -107,10 +107,7 @@ def open_folder(path: str, split: str, *, val: str | None = None) -> FolderSourc
         found = _held_out(whole, split, share, root)
         _say_once(root, found, whole, split, share)
     elif val is not None and split in ("train", "val"):
-        if train not in tree or (root / "val").is_dir() or (root.is_file() and "val" in tree):
-            raise ValueError(
-                f"The option val takes images from train/, but {root} has val/ or no train/: leave it out."
-            )
+        _check_val_option(here, root)
         found = _held_out(_checked_split(root, tree, train), split, _share(val), root)
         part = train
     else:
@@ -134,6 +131,11 @@ def _split_folders(root: Path, split: str) -> set[str]:
     several = len({_SPELLINGS[name.lower()] for name in alike}) > 1
     sure = {name for name in alike if several or name in _SPLITS or folders_in(root / name)}
     return sure | ({split} if (root / split).is_dir() else set())
+
+
+def _check_val_option(here: set[str], root: Path) -> None:
+    if _spelled(here, "train") not in here or _spelled(here, "val") in here:
+        raise ValueError(f"The option val takes images from train/, but {root} has val/ or no train/: leave it out.")
 
 
 def _spelled(names: Collection[str], split: str) -> str:

@@ -152,7 +152,8 @@ def test_train_and_test(folder: Path):
 
 @pytest.mark.parametrize(("train", "val"), [("Train", "Validation"), ("training", "VALID"), ("train", "valid")])
 def test_splits_in_other_spellings(folder: Path, tmp_path: Path, train: str, val: str):
-    """Train/ and Validation/ are train/ and val/: as a folder, as a tar, each by its own path, and of pairs."""
+    """Train/ and Validation/ are train/ and val/: as a folder, as a tar, each by its own path, and of pairs;
+    `?val=0.2` is refused beside them."""
     before = {split: open_source(str(folder), split).fingerprint for split in ("train", "val")}
     pairs = {split: open_source(f"pairs:{folder}", split).fingerprint for split in ("train", "val")}
     (folder / "train").rename(folder / train)
@@ -163,6 +164,9 @@ def test_splits_in_other_spellings(folder: Path, tmp_path: Path, train: str, val
         assert open_source(str(folder / name), split).fingerprint == before[split]
         assert open_source(f"pairs:{folder}", split).fingerprint == pairs[split]
     assert open_source(str(folder), "val")[0].name == f"{val}/n1/im0.jpg"
+    for where, split in ((folder, "train"), (folder, "val"), (tar, "val")):
+        with pytest.raises(ValueError, match="has val/ or no train/: leave it out"):
+            open_source(f"{where}?val=0.2", split)
 
 
 @pytest.mark.parametrize("other", ["Test", "Valid and Validation"])
