@@ -74,15 +74,37 @@ def soft_logits(x: Array, phi: Array, scale: float | None) -> Array:
     return logits
 
 
-def place_bias(center: Array, width: Array, rows: int, columns: int, prefix: int) -> Array:
-    """(N, P, 2), (N, P) -> (M, N, P): minus the squared distance in widths, cell by cell; before them tokens without a
-    place, which count as much as the cells do on average."""
+def grid_places(rows: int, columns: int) -> Array:
+    """The middle of each cell of the unit square, row by row: (cells, 2)."""
+    return np.array([((r + 0.5) / rows, (c + 0.5) / columns) for r, c in np.ndindex(rows, columns)])
+
+
+def frame_places(x: Array, direction: Array, rows: int, columns: int, mask: Array | None = None) -> Array:
+    """(B, cells, D) -> (B, cells, 2): places seen from the middle of the tokens that the direction singles out, in
+    units of how far these are spread, of which the whole image has 1."""
+    places, seen = grid_places(rows, columns), np.zeros((len(x), rows * columns, 2))
+    for image, tokens in enumerate(x):
+        real = [m for m in range(len(tokens)) if mask is None or mask[image, m]]
+        weights = np.zeros(len(tokens))
+        if real:
+            weights[real] = softmax(np.array([4.0 * (unit(tokens[m]) @ direction) for m in real]))
+        middle = sum(w * place for w, place in zip(weights, places, strict=True))
+        spread = sum(w * np.sum((place - middle) ** 2) for w, place in zip(weights, places, strict=True))
+        whole = max(np.mean([np.sum((place - 0.5) ** 2) for place in places]), 1e-6)
+        size = math.sqrt((spread / whole + 0.05) / 1.05)
+        for m, place in enumerate(places):
+            seen[image, m] = 0.5 + (place - middle) / size
+    return seen
+
+
+def place_bias(center: Array, width: Array, places: Array, prefix: int) -> Array:
+    """(N, P, 2), (N, P), (cells, 2) -> (M, N, P): minus the squared distance in widths, cell by cell; first tokens
+    without a place, which count as much as the cells do on average."""
     N, P = width.shape
-    bias = np.zeros((prefix + rows * columns, N, P))
+    bias = np.zeros((prefix + len(places), N, P))
     for n, p in np.ndindex(N, P):
-        for r, c in np.ndindex(rows, columns):
-            down, across = (r + 0.5) / rows - center[n, p, 0], (c + 0.5) / columns - center[n, p, 1]
-            bias[prefix + r * columns + c, n, p] = -(down**2 + across**2) / width[n, p] ** 2
+        for cell, place in enumerate(places):
+            bias[prefix + cell, n, p] = -np.sum((place - center[n, p]) ** 2) / width[n, p] ** 2
         shares = [math.exp(value) for value in bias[prefix:, n, p]]
         bias[:prefix, n, p] = math.log(sum(shares) / len(shares))
     return bias

@@ -9,6 +9,16 @@ token to that center, over the squared width, is subtracted from the logit of Al
 
 So a slot prefers the tokens near its center, but the content of a token can outweigh its place. Places are fractions
 of the image, so the same slots work at any image size. The centers start on an even grid.
+
+With `frame`, places are measured from what the image shows, so that a slot prefers the same part of an object wherever
+the object is and whatever its size:
+
+    weights  = softmax over tokens of SHARPNESS * (normalize(token) @ direction)     direction is learned, from 0 on
+    middle   = weighted mean of the places of the tokens
+    spread   = weighted mean of |place - middle|^2, as a share of that of the whole image
+    place in the frame = 1/2 + (place - middle) / sqrt(spread)
+
+A direction of 0 weighs all tokens alike: the frame starts as the image itself.
 """
 
 import math
@@ -17,16 +27,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from softmoe.moe.routing import Router, routing_dtype
-from softmoe.moe.soft import DenseRouting, SoftConfig, SoftRouter
+from softmoe.moe.routing import Router, no_autocast, routing_dtype
+from softmoe.moe.soft import EPS, DenseRouting, SoftConfig, SoftRouter, l2_normalize, softmax_over_tokens
 
 Grid = tuple[int, int]
+SHARPNESS = 4.0  # lets the direction of a frame learn at the rate of the slot vectors
+LEAST_SPREAD = 0.05  # added to the spread of a frame, so that one token alone is no frame of size zero
 
 
 @dataclass(frozen=True)
 class PlacedConfig(SoftConfig, name="placed"):
     place_init: float = 4.0
     """How much a slot's logit falls, at the start, from its center to the next one on the grid of centers."""
+    frame: bool = False
+    """Measure places in a frame that is found in each image, not in the image itself."""
 
     def build(self, dim: int) -> Router:
         return PlacedRouter(dim, **vars(self))
@@ -51,16 +65,24 @@ class PlacedRouter(SoftRouter):
         noise_std: float = 0.0,
         scale_init: float = 1.0,
         place_init: float = 4.0,
+        frame: bool = False,
     ):
         super().__init__(
             dim, num_experts, slots_per_expert, normalize=normalize, noise_std=noise_std, scale_init=scale_init
         )
         self.place = Place(num_experts, slots_per_expert, place_init)
+        self.frame = Frame(dim) if frame else None
 
     def forward(self, x_BMD: Tensor, mask: Tensor | None = None, grid: Grid | None = None) -> DenseRouting:
         logits_BMNP = self.logits(x_BMD, mask)
         if grid is not None:
-            logits_BMNP = logits_BMNP + self.place(grid, x_BMD.shape[1]).to(logits_BMNP.dtype)
+            place_M2, prefix = grid_places(grid, x_BMD)
+            if self.frame is None:
+                bias_BMNP = self.place(place_M2, prefix)
+            else:
+                real_BM = None if mask is None else mask[:, prefix:]
+                bias_BMNP = self.place(self.frame(place_M2, x_BMD[:, prefix:], real_BM), prefix)
+            logits_BMNP = logits_BMNP + bias_BMNP.to(logits_BMNP.dtype)
         return self.routing(logits_BMNP, mask)
 
 
@@ -83,27 +105,56 @@ class Place(nn.Module):
             self.center.copy_(torch.tensor(even_grid(N * P)).view(N, P, 2))
             self.log_width.fill_(-math.log(grid_rows(N * P) * math.sqrt(self.strength)))
 
-    def forward(self, grid: Grid, tokens: int) -> Tensor:
+    def forward(self, place_M2: Tensor, prefix: int) -> Tensor:
         """Return the (M, N, P) numbers that are added to the logits of an image's tokens.
 
-        A token without a place weighs in every slot as much as the placed ones do on average.
+        The places (cells, 2), with the images in front if each has its own, are those of the last tokens. Each of the
+        `prefix` tokens before them has none and weighs in every slot as much as the placed ones do on average.
         """
-        rows, columns = grid
-        prefix = tokens - rows * columns
-        if prefix < 0:
-            raise ValueError(f"a grid of {rows} x {columns} has {rows * columns} cells, but there are {tokens} tokens")
         center_NP2, log_width_NP = (p.to(routing_dtype(p.dtype)) for p in (self.center, self.log_width))
-        y, x = (
-            (torch.arange(count, dtype=center_NP2.dtype, device=center_NP2.device) + 0.5) / count
-            for count in (rows, columns)
-        )
-        place_M2 = torch.stack(torch.meshgrid(y, x, indexing="ij"), dim=-1).reshape(-1, 2)
-        apart_MNP = (place_M2[:, None, None] - center_NP2).square().sum(-1)
+        apart_MNP = (place_M2.to(center_NP2.dtype)[..., None, None, :] - center_NP2).square().sum(-1)
         bias_MNP = -apart_MNP * torch.exp(-2 * log_width_NP)
         if not prefix:
             return bias_MNP
-        mean_1NP = bias_MNP.logsumexp(0, keepdim=True) - math.log(rows * columns)
-        return torch.cat([mean_1NP.expand(prefix, -1, -1), bias_MNP])
+        mean_1NP = bias_MNP.logsumexp(-3, keepdim=True) - math.log(place_M2.shape[-2])
+        return torch.cat([mean_1NP.expand(*mean_1NP.shape[:-3], prefix, -1, -1), bias_MNP], dim=-3)
+
+
+class Frame(nn.Module):
+    """Finds the frame of each image, and the places of its tokens in it: (cells, 2) -> (B, cells, 2)."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.direction = nn.Parameter(torch.empty(dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.direction)
+
+    def forward(self, place_M2: Tensor, x_BMD: Tensor, mask: Tensor | None) -> Tensor:
+        with no_autocast(x_BMD):
+            tokens_BMD = l2_normalize(x_BMD.to(routing_dtype(x_BMD.dtype)), dim=-1)
+            logits_BM = SHARPNESS * (tokens_BMD @ self.direction.to(tokens_BMD.dtype))
+            weights_BM = softmax_over_tokens(logits_BM[:, :, None, None], mask).flatten(1)
+            place_M2 = place_M2.to(weights_BM.dtype)
+            middle_B12 = (weights_BM @ place_M2).unsqueeze(1)
+            apart_BM = (place_M2 - middle_B12).square().sum(-1)
+            whole = (place_M2 - 0.5).square().sum(-1).mean().clamp(min=EPS)  # one cell alone has no spread
+            spread_B = ((weights_BM * apart_BM).sum(1) / whole + LEAST_SPREAD) / (1 + LEAST_SPREAD)
+            return 0.5 + (place_M2 - middle_B12) * spread_B.rsqrt()[:, None, None]
+
+
+def grid_places(grid: Grid, x_BMD: Tensor) -> tuple[Tensor, int]:
+    """Return the places (rows * columns, 2) of the cells of a grid, and the number of tokens before them."""
+    rows, columns = grid
+    prefix = x_BMD.shape[1] - rows * columns
+    if prefix < 0:
+        raise ValueError(
+            f"a grid of {rows} x {columns} has {rows * columns} cells, but there are {x_BMD.shape[1]} tokens"
+        )
+    dtype = routing_dtype(x_BMD.dtype)
+    y, x = ((torch.arange(count, dtype=dtype, device=x_BMD.device) + 0.5) / count for count in (rows, columns))
+    return torch.stack(torch.meshgrid(y, x, indexing="ij"), dim=-1).reshape(-1, 2), prefix
 
 
 def grid_rows(count: int) -> int:

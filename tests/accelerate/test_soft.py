@@ -57,7 +57,8 @@ def test_numbers_are_the_plain_ones(sizes: tuple[int, ...], masked: bool, normal
 
 def test_places_and_weights() -> None:
     """A router with places keeps them, and whoever looks at the weights sees the plain ones."""
-    router, x = PlacedRouter(8, 4).double(), torch.randn(2, 9, 8).double()
+    router, x = PlacedRouter(8, 4, frame=True).double(), torch.randn(2, 9, 8).double()
+    torch.nn.init.normal_(router.frame.direction)
     plain = router(x, None, (3, 3))
     keep_logits_only(router)
     found = router(x, None, (3, 3))

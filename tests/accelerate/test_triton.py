@@ -207,7 +207,8 @@ def test_techniques_change_nothing(as_if_cuda: None) -> None:
 
 def test_a_placed_router_has_its_places(as_if_cuda: None) -> None:
     """The kernels see the logits with the places in them, and the places get their gradients."""
-    router, x = PlacedRouter(8, 4), torch.randn(2, 9, 8)
+    router, x = PlacedRouter(8, 4, frame=True), torch.randn(2, 9, 8)
+    torch.nn.init.normal_(router.frame.direction)
     wanted = [*router.parameters()]
 
     def outputs() -> list[Tensor]:

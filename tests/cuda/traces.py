@@ -277,7 +277,7 @@ def waits_on_purpose() -> list[str]:
         return list(waits)
 
 
-ROUTERS = ("tokens_choice", "experts_choice", "identity", "uniform", "soft_uniform", "uniform_soft", "placed")
+ROUTERS = ("tokens_choice", "experts_choice", "identity", "uniform", "soft_uniform", "uniform_soft")
 IN_BACKWARD, COMPACT = {"optim.in_backward": True, "optim.clip_norm": None}, {"optim.states": "bfloat16"}
 LOCKED, FEW = TEXT | {"model.locked": True}, {"data.train": "shapes?size=16&length=20"}
 CASES: dict[str, Callable[[], list[str]]] = {
@@ -289,6 +289,7 @@ CASES: dict[str, Callable[[], list[str]]] = {
     "beside the MLP": partial(steps, {"model.keep_mlp": True, "model.drop_path": 0.1, "precision": "auto"}),
     "logits only": partial(steps, {"keep_logits_only": True, "precision": "auto"}),
     **{name: partial(steps, {"model.router": name}) for name in ROUTERS},
+    "placed": partial(steps, {"model.router": "placed", "model.frame": True}),
     "bfloat16": partial(steps, {"precision": "auto", "model.dropout": 0.1}),
     "exact": partial(steps, {"precision": "exact", "model.router": "tokens_choice"}),
     "compiled": partial(steps, {"precision": "auto"}, compiled=True),

@@ -34,10 +34,16 @@ def model(tmp_path):
     return tmp_path / "model", made
 
 
-@pytest.mark.parametrize("name", ["soft_ti8_4e2p", "placed_ti8_4e2p", "tokens_choice_ti8_4e", "vit_ti8", "beside"])
+@pytest.mark.parametrize("name", ["soft_ti8_4e2p", "framed", "tokens_choice_ti8_4e", "vit_ti8", "beside"])
 def test_torch_export(name, tmp_path):
     """Soft, placed, dense, sparse, and experts beside the MLP: the file gives the model's outputs at any batch size."""
-    model = tiny("soft_ti8_4e", expert_dim=3, keep_mlp=True) if name == "beside" else tiny(name)
+    special = {
+        "beside": lambda: tiny("soft_ti8_4e", expert_dim=3, keep_mlp=True),
+        "framed": lambda: tiny("placed_ti8_4e2p", frame=True),
+    }
+    model = special.get(name, lambda: tiny(name))()
+    if name == "framed":
+        torch.nn.init.normal_(model.get_parameter("encoder.blocks.1.mlp.router.frame.direction"))
     made = export(model, tmp_path / "m.pt2", "torch-export", preprocessing=HERE, classes=NAMES)
     assert max(made.differences.values()) < 1e-5
     program = torch.export.load(made.path).module()

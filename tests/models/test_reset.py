@@ -34,7 +34,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "attention pool": lambda: VisionTransformer(ViTConfig(**SMALL, pool="attention", representation_size=16)),
     "merger": lambda: VisionTransformer(ViTConfig(**SMALL, merge=(0, 4))),
     "soft": lambda: with_experts("soft"),
-    "placed": lambda: with_experts("placed"),
+    "placed": lambda: with_experts("placed", frame=True),
     "tokens choice": lambda: with_experts("tokens_choice"),
     "beside an MLP": lambda: with_experts("soft", keep_mlp=True, expert_dim=16),
     "two towers": towers,

@@ -1,5 +1,6 @@
 """Soft routing with a place, against plain loops, and what the place must and must not do."""
 
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -8,34 +9,42 @@ from hypothesis import strategies as st
 
 from softmoe.models import create_model
 from softmoe.moe import Experts, MoE, PlacedConfig, PlacedRouter, SoftRouter
-from softmoe.moe.placed import even_grid
+from softmoe.moe.placed import even_grid, grid_places
 
 SIZES = st.tuples(*[st.integers(1, high) for high in (2, 4, 4, 3, 4, 3)])  # B, rows, columns, D, N, P
 
 
-def make_layer(D: int, N: int, P: int, seed: int = 0) -> MoE:
-    """A float64 layer away from its start: sharp logits, moved centers, different widths."""
+def make_layer(D: int, N: int, P: int, seed: int = 0, frame: bool = False) -> MoE:
+    """A float64 layer away from its start: sharp logits, moved centers, different widths, a frame that singles out."""
     torch.manual_seed(seed)
-    layer = MoE(PlacedRouter(D, N, P, scale_init=3.7), Experts(D, 2 * D, N)).double()
+    layer = MoE(PlacedRouter(D, N, P, scale_init=3.7, frame=frame), Experts(D, 2 * D, N)).double()
     with torch.no_grad():
+        if frame:
+            layer.router.frame.direction.normal_()
         layer.router.place.center.add_(0.2 * torch.randn_like(layer.router.place.center))
         layer.router.place.log_width.add_(0.3 * torch.randn_like(layer.router.place.log_width))
         layer.experts.b1.normal_()
     return layer
 
 
-@given(SIZES, st.integers(0, 2), st.booleans(), st.integers(0, 2**31))
-def test_output_equals_the_plain_loops(sizes, prefix, masked, seed):
+@given(SIZES, st.integers(0, 2), st.booleans(), st.booleans(), st.integers(0, 2**31))
+def test_output_equals_the_plain_loops(sizes, prefix, masked, frame, seed):
     """Distance over width, squared, is taken from the logits; tokens without a place come first."""
     B, rows, columns, D, N, P = sizes
-    layer, M = make_layer(D, N, P, seed), prefix + rows * columns
+    layer, M = make_layer(D, N, P, seed, frame), prefix + rows * columns
     x = torch.randn(B, M, D, dtype=torch.float64)
     mask = torch.rand(B, M) < 0.7 if masked else None
     router = layer.router
     logits = oracle.soft_logits(x.numpy(), router.phi.detach().numpy(), router.scale.item())
     center, width = router.place.center.detach().numpy(), router.place.log_width.detach().exp().numpy()
-    logits = logits + oracle.place_bias(center, width, rows, columns, prefix)
     real = None if mask is None else mask.numpy()
+    if frame:
+        direction = router.frame.direction.detach().numpy()
+        seen = x.numpy()[:, prefix:] if real is None else np.where(real[..., None], x.numpy(), 0.0)[:, prefix:]
+        places = oracle.frame_places(seen, direction, rows, columns, None if real is None else real[:, prefix:])
+    else:
+        places = np.stack([oracle.grid_places(rows, columns)] * B)
+    logits = logits + np.stack([oracle.place_bias(center, width, one, prefix) for one in places])
     dispatch, combine = oracle.dispatch_weights(logits, real), oracle.combine_weights(logits, real)
     expected = oracle.dense_layer(x.numpy(), dispatch, combine, oracle.ExpertWeights.of(layer.experts))
     found = layer(x, mask, (rows, columns)).detach().numpy()
@@ -53,12 +62,13 @@ def test_without_a_grid_it_is_the_soft_router():
     assert not torch.equal(placed(x, None, (2, 3)).dispatch_weights, soft(x).dispatch_weights)
 
 
-def test_gradients_are_those_of_finite_differences():
-    """Tokens, slot vectors, centers and widths all learn, with a token that has no place among them."""
-    layer = make_layer(4, 2, 2)
+@pytest.mark.parametrize("frame", [False, True])
+def test_gradients_are_those_of_finite_differences(frame):
+    """Tokens, slot vectors, centers, widths and frame all learn, with a token that has no place among them."""
+    layer = make_layer(4, 2, 2, frame=frame)
     x = torch.randn(2, 7, 4, dtype=torch.float64, requires_grad=True)
     names = [name for name, _ in layer.router.named_parameters()]
-    assert names == ["phi", "scale", "place.center", "place.log_width"]
+    assert names == ["phi", "scale", "place.center", "place.log_width", *["frame.direction"] * frame]
 
     def output(x, *values):
         moved = dict(zip([f"router.{name}" for name in names], values, strict=True))
@@ -72,7 +82,7 @@ def test_the_start_is_an_even_grid():
     """Each of 16 slots leans to its own of 16 cells, and its logit has fallen by `place_init` at the next one."""
     router = PlacedConfig(num_experts=8, slots_per_expert=2, place_init=4.0).build(5)
     assert isinstance(router, PlacedRouter)
-    bias_MS = router.place((4, 4), 16).flatten(1)
+    bias_MS = router.place(*grid_places((4, 4), torch.empty(1, 16, 5))).flatten(1)
     assert torch.equal(bias_MS.argmax(0), torch.arange(16))
     torch.testing.assert_close(bias_MS[0, :2], torch.tensor([0.0, -4.0]), atol=1e-5, rtol=0)
     torch.testing.assert_close(bias_MS[4, 0], torch.tensor(-4.0))
@@ -84,7 +94,8 @@ def test_places_are_computed_in_float32_at_least():
     wide = PlacedRouter(8, 4, 4)
     wide.load_state_dict(half.state_dict())
     x = torch.randn(2, 196, 8, dtype=torch.bfloat16)
-    assert torch.equal(half.place((14, 14), 197), wide.place((14, 14), 197))
+    places = grid_places((14, 14), torch.empty(1, 197, 8))
+    assert torch.equal(half.place(*places), wide.place(*places))
     found, expected = half(x, None, (14, 14)), wide(x.float(), None, (14, 14))
     assert torch.equal(found.dispatch_weights, expected.dispatch_weights)
 
@@ -124,6 +135,56 @@ def test_another_image_size_asks_the_same_places():
     large = router(same.expand(1, 1024, 8), None, (32, 32)).dispatch_weights[0, :, :, 0]
     pooled = large.view(16, 2, 16, 2, 16).sum((1, 3)).view(256, 16)
     torch.testing.assert_close(pooled, small, atol=2e-3, rtol=0)
+
+
+def test_a_frame_starts_as_the_image():
+    """At the start, and in an image of one color for ever, places in the frame are places in the image."""
+    torch.manual_seed(0)
+    framed, x = PlacedRouter(8, 4, 4, frame=True).double(), torch.randn(2, 17, 8, dtype=torch.float64)
+    plain = PlacedRouter(8, 4, 4).double()
+    plain.load_state_dict(framed.state_dict(), strict=False)
+
+    def weights(router: PlacedRouter, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        routing = router(tokens, None, (4, 4))
+        return routing.dispatch_weights, routing.combine_weights
+
+    torch.testing.assert_close(weights(framed, x), weights(plain, x), rtol=1e-12, atol=1e-12)
+    torch.nn.init.normal_(framed.frame.direction)
+    assert not torch.allclose(weights(framed, x)[0], weights(plain, x)[0])
+    same = x[:, :1].expand(2, 16, 8)
+    torch.testing.assert_close(weights(framed, same), weights(plain, same), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, of dynamo
+def test_a_frame_compiles_without_a_graph_break():
+    """torch.compile(fullgraph=True) gives eager's output and gradients of a layer with a frame, masked tokens too."""
+    torch.compiler.reset()
+    layer, x = make_layer(4, 2, 2, frame=True), torch.randn(2, 7, 4, dtype=torch.float64)
+    compiled, mask = torch.compile(layer, fullgraph=True, backend="aot_eager"), torch.rand(2, 7) < 0.7
+    expected, found = layer(x, mask, (2, 3)), compiled(x, mask, (2, 3))
+    torch.testing.assert_close(found, expected)
+    parameters = list(layer.parameters())
+    ours = torch.autograd.grad(found.square().sum(), parameters)
+    torch.testing.assert_close(ours, torch.autograd.grad(expected.square().sum(), parameters))
+
+
+def test_slots_follow_what_the_frame_finds():
+    """Each slot takes the same part of an object that stands elsewhere, or is twice as large."""
+    router = PlacedRouter(2, 16, scale_init=0.0, frame=True).double()
+    with torch.no_grad():
+        router.frame.direction.copy_(torch.tensor([20.0, 0.0]))  # ink is along the first axis, paper along the second
+
+    def parts(top: int, left: int, size: int) -> list[int]:
+        """The part of the object, one of 4 x 4, that each slot takes most of; -1 for paper."""
+        part_of_cell = torch.full((12, 12), -1)
+        drawn = torch.arange(16).view(4, 4).repeat_interleave(size, 0).repeat_interleave(size, 1)
+        part_of_cell[top : top + 4 * size, left : left + 4 * size] = drawn
+        x = torch.where(part_of_cell.view(1, 144, 1) < 0, torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.0])).double()
+        return part_of_cell.flatten()[router(x, None, (12, 12)).dispatch_weights.argmax(1)].flatten().tolist()
+
+    assert parts(2, 3, 1) == parts(7, 6, 1) == parts(2, 3, 2) == list(range(16))
+    router.frame.reset_parameters()
+    assert parts(2, 3, 1) != list(range(16))
 
 
 @pytest.mark.parametrize("pool", ["mean", "class"])
