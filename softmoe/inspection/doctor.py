@@ -64,20 +64,21 @@ _RATE = (
 def examine_layers(layers: Layers) -> list[Verdict]:
     """Judge what the routers did on images; `layers` are the results of inspection."""
     soft = {n: r for n, r in layers.items() if r["router"] in ("SoftRouter", "PlacedRouter")}
-    dense = {n: r for n, r in layers.items() if r["kind"] == "dense"}
+    # a slot with a place may well take one token, and a token one slot
+    unplaced = {n: r for n, r in layers.items() if r["kind"] == "dense" and r["router"] != "PlacedRouter"}
     sparse = {n: r for n, r in layers.items() if r["kind"] == "sparse"}
     one_hot = "lower the learning rate, decay the scale (optim.scale_decay), keep normalize on"
     return [
         *judge(
             "saturated dispatch",
-            {n: r["dispatch"]["mean_largest"] for n, r in dense.items() if r["tokens"] > 1},
+            {n: r["dispatch"]["mean_largest"] for n, r in unplaced.items() if r["tokens"] > 1},
             "mean largest weight {}",
             f"each slot takes one token only: {one_hot}",
             above=SATURATED,
         ),
         *judge(
             "saturated combine",
-            {n: r["combine"]["mean_largest"] for n, r in dense.items() if r["experts"] * r["slots_per_expert"] > 1},
+            {n: r["combine"]["mean_largest"] for n, r in unplaced.items() if r["experts"] * r["slots_per_expert"] > 1},
             "mean largest weight {}",
             f"each token takes one slot only: {one_hot}",
             above=SATURATED,
@@ -87,8 +88,9 @@ def examine_layers(layers: Layers) -> list[Verdict]:
             {n: r["dispatch"]["effective_share"] for n, r in soft.items() if r["tokens"] > 1},
             "slots average, effectively, {} of the tokens even",
             "the experts see nearly the same input and learn little of their own: compare with one expert of as many "
-            "slots (model.num_experts 1), train longer, raise model.scale_init, have experts in the last blocks only "
-            "(model.blocks), or give routers a higher rate (optim.lr_patterns)",
+            "slots (model.num_experts 1), give slots a place (model.router placed), train longer, raise "
+            "model.scale_init, have experts in the last blocks only (model.blocks), or give routers a higher rate "
+            "(optim.lr_patterns)",
             above=UNIFORM,
             form=".1%",
             all_layers=True,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from softmoe.moe import DenseRouting, Router, Routing, SoftRouter, SparseRouting
+from softmoe.moe import DenseRouting, PlacedRouter, Router, Routing, SoftRouter, SparseRouting
 from softmoe.parallel import whole
 
 # limits above which a run warns while it goes on; those of softmoe doctor are stricter
@@ -22,6 +22,8 @@ IDLE = 0.5
 def router_health(router: Router, routing: Routing) -> dict[str, Tensor]:
     """Return the numbers of one layer by name, in one pass over its weights."""
     numbers: dict[str, Tensor] = {}
+    if isinstance(router, PlacedRouter):
+        numbers["place_width"] = whole(router.place.log_width.detach()).float().exp().mean()
     if isinstance(routing, DenseRouting):
         numbers["max_dispatch"] = routing.dispatch_weights.amax(1).mean()
         numbers["max_combine"] = routing.combine_weights.flatten(2).amax(2).mean()
@@ -76,7 +78,10 @@ class HealthWatch:
 
 
 def symptoms(numbers: Mapping[str, float]) -> dict[str, str]:
-    """Return the numbers of a layer that are too large, each with what to tell the user."""
+    """Return the numbers of a layer that are too large, each with what to tell the user.
+
+    A slot with a place may well take one token, and a token one slot: that is no symptom there.
+    """
     scale = f" (scale {numbers['scale']:.3g})" if "scale" in numbers else ""
     cure = "lower the learning rate or decay the scale"
     limits = {
@@ -89,8 +94,9 @@ def symptoms(numbers: Mapping[str, float]) -> dict[str, str]:
         "drop_rate": (DROPPED, "{:.0%} of the tokens reach no expert; raise capacity_factor or the balance losses"),
         "idle_experts": (IDLE, "{:.0%} of the experts get no token; raise importance_weight and load_weight"),
     }
+    harmless = ("max_dispatch", "max_combine") if "place_width" in numbers else ()
     return {
         name: message.format(numbers[name])
         for name, (limit, message) in limits.items()
-        if numbers.get(name, 0.0) > limit
+        if numbers.get(name, 0.0) > limit and name not in harmless
     }

@@ -73,6 +73,14 @@ def test_saturated_and_uniform():
     assert wrong(parameters(flat)) == ["scale of the logits"]
 
 
+def test_slots_with_a_place_may_take_one_token():
+    """A strong place is no saturation, and slots that all average the whole image are still told of."""
+    strong = set_scale(tiny_model(router="placed", place_init=1e3), 8.0)
+    assert wrong(examine_layers(layers_of(strong))) == []
+    weak = set_scale(tiny_model(router="placed", place_init=1e-4), 1e-3)
+    assert wrong(examine_layers(layers_of(weak))) == ["uniform dispatch"]
+
+
 def test_one_uniform_layer_is_no_illness():
     """The paper's own models have such last layers: wrong only if all are."""
     model = set_scale(tiny_model(), 8.0)

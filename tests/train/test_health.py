@@ -5,8 +5,8 @@ from itertools import combinations
 import pytest
 import torch
 
-from softmoe.moe import Router, Routing, SoftRouter, TokensChoiceRouter
-from softmoe.train.health import HealthWatch, mean_cosine, model_health
+from softmoe.moe import PlacedRouter, Router, Routing, SoftRouter, TokensChoiceRouter
+from softmoe.train.health import SATURATED, HealthWatch, mean_cosine, model_health
 
 
 def numbers_of(router: Router, routing: Routing) -> dict[str, float]:
@@ -71,3 +71,12 @@ def test_a_fresh_router_is_healthy():
     numbers = numbers_of(router, router(torch.randn(2, 32, 64)))
     assert HealthWatch().warnings({"layer": numbers}) == []
     assert all(math.isfinite(value) for value in numbers.values())
+
+
+def test_slots_on_one_token_each_are_healthy_where_they_have_a_place():
+    """A strong place gives each of sixteen slots its own of sixteen tokens, which is what it was asked for."""
+    router = PlacedRouter(8, 16, place_init=100.0)
+    numbers = numbers_of(router, router(torch.randn(2, 16, 8), None, (4, 4)))
+    assert numbers["max_dispatch"] > SATURATED
+    assert numbers["place_width"] == pytest.approx(1 / 40)
+    assert HealthWatch().warnings({"layer": numbers}) == []
