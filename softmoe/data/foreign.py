@@ -24,7 +24,7 @@ from softmoe.data.decode import MAX_PIXELS, BrokenImage, decode, read_image_file
 from softmoe.data.files import unpacked
 from softmoe.data.source import Example, MinSide, Source, count_classes, fingerprint, shortened
 from softmoe.machine import home_path
-from softmoe.storage.files import check_names, first_line
+from softmoe.storage.files import check_names, first_line, sha256
 
 _PREFIXES = {"val": ("t10k", "test", "val"), "test": ("t10k", "test")}
 _UNSIGNED_BYTE = 8  # the type code in the third byte of the file
@@ -50,7 +50,7 @@ class IdxSource(Source):
                 f"at most {MAX_PIXELS:,} pixels."
             )
         self.classes = tuple(str(i) for i in range(classes))
-        self.fingerprint = fingerprint("idx", list(self._pixels.shape), self.labels.tobytes())
+        self.fingerprint = fingerprint("idx", sha256(images), self.labels.tobytes())
 
     @cached_property
     def _pixels(self) -> np.ndarray:

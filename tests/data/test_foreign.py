@@ -38,6 +38,16 @@ def test_idx(mnist):
             assert np.array_equal(example.image, np.repeat(pixels[first + i][..., None], 3, axis=2))
 
 
+def test_idx_with_other_pixels_is_other_data(mnist):
+    """Another fingerprint if a pixel differs, so that features kept of one set are never taken for another's."""
+    path, pixels, _ = mnist
+    before = open_source(f"idx:{path}", "train").fingerprint
+    assert open_source(f"idx:{path}", "train").fingerprint == before
+    pixels[3, 2, 1] ^= 1
+    (path / "train-images-idx3-ubyte").write_bytes(_idx(pixels[:6]))
+    assert open_source(f"idx:{path}", "train").fingerprint != before
+
+
 def test_idx_mistakes(mnist):
     """Missing, foreign and short files."""
     path, pixels, _ = mnist
