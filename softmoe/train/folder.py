@@ -25,7 +25,7 @@ from softmoe.storage import (
     save_pretrained,
 )
 from softmoe.storage.checkpoint import STEP_NAME
-from softmoe.storage.files import check_path, flatten, read_json, write_json
+from softmoe.storage.files import check_path, flatten, follow_link, read_json, write_json
 from softmoe.storage.hub import check_run
 from softmoe.storage.saved import TOKENIZER_FILES, parse_architecture, split_architecture, tokenizer_of_run
 from softmoe.train.config import TrainConfig
@@ -74,8 +74,8 @@ class RunFolder:
     def chosen_checkpoint(self) -> Path:
         """Return the checkpoint that becomes the run's model: the best, else the last."""
         for name in ("best", "last"):
-            if (self.checkpoints / name).exists():
-                return (self.checkpoints / name).resolve()
+            if (folder := follow_link(self.checkpoints / name)).is_dir():
+                return folder.resolve()
         raise ValueError(f"{self.path} has no checkpoint yet")
 
     def chosen_numbers(self) -> tuple[int, dict[str, float]]:

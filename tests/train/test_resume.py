@@ -14,7 +14,7 @@ from softmoe.data import Feed, WorkerDied
 from softmoe.storage.checkpoint import read_checkpoint, write_texts
 from softmoe.storage.files import FileFacts
 from softmoe.train import train
-from softmoe.train.folder import RunFolder
+from softmoe.train.folder import RunFolder, write_model
 from softmoe.train.loop import resume
 from softmoe.train.objectives import make_objective
 from softmoe.train.run import build
@@ -102,6 +102,17 @@ def test_a_finished_run_is_left_alone(make_config):
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
     assert train(config, objective=crash_at(config, 1)).step == 6
     assert before == {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+def test_a_disk_without_links(make_config, monkeypatch: pytest.MonkeyPatch):
+    """A run there continues, and its best checkpoint becomes its model."""
+    monkeypatch.setattr(Path, "symlink_to", lambda *_: (_ for _ in ()).throw(OSError("no links here")))
+    config = make_config()
+    with pytest.raises(Crash):
+        train(config, objective=crash_at(config, 4))
+    folder = train(config).folder
+    assert (folder.checkpoints / "best").is_file()
+    assert write_model(folder).provenance["step"] == 6
 
 
 def test_another_configuration_is_refused_with_the_difference(make_config):
