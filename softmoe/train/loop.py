@@ -147,8 +147,7 @@ def run_steps(run: Run, stop: StopRequest) -> signal.Signals | None:
         train_step(run, feed.take(), keep_routing=log_now and config.log.health)
         failure = feed.fetch() if done.step < config.steps else None  # while the device works
         answer = run.team.ask(lambda: stop.signal, failure)
-        done.device_seconds += time.perf_counter() - start
-        after_step(run, clock, log_now=log_now)
+        after_step(run, clock, start, log_now=log_now)
         if log_now:
             report_starving(run, feed)
         if out_of_patience(run):
@@ -171,14 +170,18 @@ def out_of_patience(run: Run) -> bool:
     return True
 
 
-def after_step(run: Run, clock: Clock, *, log_now: bool) -> None:
-    """Stop a diverged run; log, evaluate and save, in this order, where it is time to."""
+def after_step(run: Run, clock: Clock, start: float, *, log_now: bool) -> None:
+    """Stop a diverged run; log, evaluate and save, in this order, where it is time to.
+
+    The time of the step, since `start`, is counted after its numbers are waited for: a GPU computes it meanwhile.
+    """
     config, done, every = run.config, run.done, run.config.evaluation.every
     last = done.step == config.steps
     evaluate_now = last or bool(every and done.step % every == 0)
     save_now = last or done.step % config.checkpoint.every == 0
     if log_now or evaluate_now or save_now:
         count_pending_step(run)
+    done.device_seconds += time.perf_counter() - start
     if run.progress.due(tenth=done.step % max(1, config.steps // 10) == 0):
         show_progress(run, clock)
     report_bad_steps(run)

@@ -1,5 +1,6 @@
 """What a GPU's steps do, done on a CPU: numbers are read a step late, and the update itself decides on skipping."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,9 +9,11 @@ from torch import nn
 from train.same_run import assert_same_run
 
 from softmoe.accelerate import guards
-from softmoe.train import Diverged, train
+from softmoe.train import Diverged, loop, train
 from softmoe.train.folder import RunFolder
+from softmoe.train.log import read_metrics
 from softmoe.train.objectives import make_objective
+from softmoe.train.run import Pending
 
 INSIDE = {"optim.in_backward": True, "optim.clip_norm": None}
 CASES: dict[str, dict[str, Any]] = {
@@ -55,6 +58,21 @@ def test_the_same_run(make_config, reads_late, case: str, bad: tuple[int, ...]) 
     reads_late()
     train(behind, objective=spoiled_at(behind, set(bad)))
     assert_same_run(at_once, behind)
+
+
+def test_the_seconds_of_every_step_count(make_config, reads_late, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time for which the host waits for a step is the run's, in whichever step or line of metrics it waits."""
+    now, read = [0.0], Pending.read
+
+    def waiting(self: Pending) -> list[float]:
+        now[0] += 1.0
+        return read(self)
+
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(Pending, "read", waiting)
+    reads_late()
+    rows = read_metrics(train(make_config(steps=6, **{"log.every": 2})).folder.metrics)
+    assert rows[-1]["device_seconds"] == 6.0
 
 
 def test_a_diverged_run_stops(make_config, reads_late, capfd: pytest.CaptureFixture) -> None:
