@@ -230,7 +230,8 @@ def comparable_facts(saved: SavedModel) -> dict[str, Any]:
     c = saved.config
     experts = {} if c.moe is None else c.moe.to_dict()
     experts = {k: v for k, v in experts.items() if k not in _OF_TRAINING and not k.endswith("_weight")}
-    facts = experts | weight_facts(c) | {"num_classes": c.num_classes, "image size": c.image_shape}
+    head = {"num_classes": c.num_classes, "head_blocks": c.head_blocks}
+    facts = experts | weight_facts(c) | head | {"image size": c.image_shape}
     if saved.towers is None or saved.tokenizer is None:
         return facts
     text = {f"text {name}": value for name, value in saved.towers.to_dict()["text"].items()}

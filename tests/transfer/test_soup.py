@@ -123,6 +123,14 @@ def test_other_routings_are_refused(change, words, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_heads_on_other_blocks_are_refused(tmp_path):
+    """The columns of such heads have the same shapes, but are of other features."""
+    shapes = [replace(SHAPE, head_blocks=(block,)) for block in (0, 1)]
+    folders = [save(tmp_path / str(seed), seed, shape) for seed, shape in enumerate(shapes)]
+    with pytest.raises(ValueError, match=r"head_blocks is \(0,\) in .* and \(1,\) in"):
+        soup(folders, tmp_path / "out")
+
+
 def test_how_the_models_were_trained_may_differ(tmp_path):
     """Noise, dropout and the weights of losses are settings of training, which soups are made across."""
     others = {"noise_std": 0.5, "expert_dropout": 0.1, "load_weight": 0.5, "identical_init": True, "blocks": (1,)}
