@@ -22,7 +22,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from softmoe.convert.foreign import from_pretrained, locate, open_foreign, split_options
 from softmoe.data import Transform
@@ -31,6 +30,7 @@ from softmoe.evaluate.inputs import random_subset
 from softmoe.evaluate.ridge import BIAS, L2_GRID, Ridge, choose_by_leave_one_out
 from softmoe.machine import choose_device
 from softmoe.models import VisionTransformer, ViTConfig
+from softmoe.models.classification import LOSSES, Loss, class_weights
 from softmoe.models.registry import SIZES
 from softmoe.storage import SavedModel, load_saved, open_saved, save_pretrained
 from softmoe.storage.adapters import facts_of_base
@@ -152,7 +152,7 @@ def refit_head(run: RunFolder, report: Callable[[str], None] = print) -> dict[st
         for source, images in ((data.train, REFIT_IMAGES), (data.val, SCALE_IMAGES))
     )
     l2 = fit_head(model, features)
-    scale_head(model, held_out)
+    scale_head(model, held_out, config.objective.loss)
     numbers = {
         f"val/{name}": value for name, value in classify(model, data.validation(), config.objective.loss).items()
     }
@@ -201,16 +201,16 @@ def fit_head(model: VisionTransformer, features: Features) -> float:
 
 
 @torch.no_grad()
-def scale_head(model: VisionTransformer, features: Features) -> None:
-    """Multiply the head by the factor with the smallest cross-entropy on images that nothing was trained on.
+def scale_head(model: VisionTransformer, features: Features, loss: Loss = "softmax") -> None:
+    """Multiply the head by the factor with the smallest loss on images that nothing was trained on.
 
     Images that the blocks were trained on would make it too sure. So would a few images that are all right, and the
     loss is therefore that of one more image, which can be of any class.
     """
     head, labels_n = linear_head(model), torch.from_numpy(features.single_labels()).long()
     scores_nC = head(torch.from_numpy(np.array(features.vectors)).to(head.weight)).cpu()
-    smoothing = 1 / (len(labels_n) + 1)
-    losses = [cross_entropy(scale * scores_nC, labels_n, label_smoothing=smoothing) for scale in SCALES]
+    targets_nC = class_weights(labels_n, scores_nC.shape[1], smoothing=1 / (len(labels_n) + 1))
+    losses = [LOSSES[loss](scale * scores_nC, targets_nC).mean() for scale in SCALES]
     factor = SCALES[int(torch.stack(losses).argmin())]
     for own in (head.weight, head.bias):
         own.mul_(factor)

@@ -17,6 +17,7 @@ from softmoe.data import open_source
 from softmoe.evaluate.features import Features
 from softmoe.evaluate.ridge import Ridge
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
+from softmoe.models.classification import Loss, probabilities
 from softmoe.moe.routing import ROUTERS
 from softmoe.storage import open_saved
 from softmoe.train import OptimSection, train
@@ -226,8 +227,9 @@ def test_a_head_in_closed_form_is_ridge_regression():
     assert (logits.argmax(1) == labels).mean() > 0.9
 
 
+@pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
 @pytest.mark.parametrize(("images", "right"), [(8, 8), (8, 7), (2000, 1900)])
-def test_the_scale_of_a_head_is_as_sure_as_the_images_are_right(images: int, right: int):
+def test_the_scale_of_a_head_is_as_sure_as_the_images_are_right(images: int, right: int, loss: Loss):
     """After 8 images that are all right a head is not surer than 8 in 9; after many it is as sure as they are right."""
     model = VisionTransformer(replace(SHAPE, num_classes=2)).eval()
     with torch.no_grad():
@@ -237,12 +239,12 @@ def test_the_scale_of_a_head_is_as_sure_as_the_images_are_right(images: int, rig
     vectors = np.zeros((images, SHAPE.width), dtype=np.float32)
     vectors[:, 0] = 40.0
     labels = (np.arange(images) >= right).astype(np.int64)
-    scale_head(model, Features(vectors, labels, np.arange(images), ("a", "b")))
-    logits = model.head(torch.from_numpy(vectors[:1]))[0].detach()
+    scale_head(model, Features(vectors, labels, np.arange(images), ("a", "b")), loss)
+    logits = model.head(torch.from_numpy(vectors[:1])).detach()
     expected = (right + 0.5) / (images + 1)
-    factor = float(logits[0]) / 0.4
-    assert min(SCALES) < factor < max(SCALES)
-    assert abs(float(logits[0] - logits[1]) - np.log(expected / (1 - expected))) < 0.7, "half a step of the grid"
+    assert min(SCALES) < float(logits[0, 0]) / 0.4 < max(SCALES)
+    sure = torch.logit(probabilities(logits, loss)[0, 0])
+    assert abs(float(sure) - np.log(expected / (1 - expected))) < 0.7, "half a step of the grid"
 
 
 @pytest.mark.parametrize("better", [True, False])
