@@ -48,7 +48,8 @@ def make_objective(config: ObjectiveSection, weight_C: Tensor | None = None) -> 
         losses_B = loss_function(logits_BC, targets_BC)
         if weight_C is not None:
             share_BC = targets_BC / targets_BC.sum(1, keepdim=True).clamp(min=1e-6)
-            losses_B = losses_B * (share_BC @ weight_C.to(share_BC))
+            unused = share_BC.shape[1] - len(weight_C)  # outputs beyond the classes of the data
+            losses_B = losses_B * (share_BC @ F.pad(weight_C.to(share_BC), (0, unused), value=1.0))
         return losses_B.mean(), {}
 
     return objective

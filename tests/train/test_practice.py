@@ -90,6 +90,9 @@ def test_balanced_classes(photos: Path):
     weighted, _ = make_objective(ObjectiveSection(), weights)(torch.nn.Identity(), batch)
     losses_B = torch.nn.functional.cross_entropy(logits_BC, labels, reduction="none")
     torch.testing.assert_close(weighted, (losses_B * weights).mean())
+    more = torch.nn.functional.pad(logits_BC, (0, 3), value=-torch.inf)  # a head with more outputs than classes
+    found, _ = make_objective(ObjectiveSection(), weights)(lambda _: more.clamp(min=-1e9), batch)
+    torch.testing.assert_close(found, weighted)
     with pytest.raises(ValueError, match="needs the number of images of each class"):
         balance_weights(open_source("shapes?size=16", "train"), 1.0)
 
