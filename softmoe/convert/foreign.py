@@ -274,6 +274,7 @@ def from_open_clip(config: dict[str, Any]) -> dict[str, Any]:
     if "width" in vision:
         told["heads"] = vision["width"] // vision.get("head_width", 64)
     siglip = "siglip" in str(vision.get("timm_model_name", ""))
+    told["crop"] = "resize" if pixels.get("resize_mode") == "squash" else "central"
     told["activation"] = "gelu_tanh" if siglip else "quick_gelu" if model.get("quick_gelu") else "gelu"
     return told | mean_and_std(pixels)
 

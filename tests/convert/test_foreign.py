@@ -154,7 +154,11 @@ def test_open_clip_folder(tmp_path: Path):
         "preprocess_cfg": {"mean": IMAGENET[0], "std": IMAGENET[1]},
     }
     plain = OpenClip(quick_gelu)
-    check(plain, write(tmp_path / "a", plain, "open_clip_model.safetensors", open_clip_config=config))
+    found = check(plain, write(tmp_path / "a", plain, "open_clip_model.safetensors", open_clip_config=config))
+    assert (found.preprocessing.crop, found.preprocessing.central_ratio) == ("central", 1.0)
+    config["preprocess_cfg"]["resize_mode"] = "squash"  # SigLIP's
+    found = check(plain, write(tmp_path / "b", plain, "open_clip_model.safetensors", open_clip_config=config))
+    assert found.preprocessing.crop == "resize"
 
 
 def test_options_in_the_name(tmp_path: Path):
