@@ -256,8 +256,8 @@ def build(
             f"to keep activations within {config.activation_gb:g} GB, {len(again)} of {model.config.depth} blocks are "
             f"computed twice{': ' if again else ''}{', '.join(map(str, again))}"
         )
-    recording = Recording(model)  # before compiling, which looks at the hooks
     average = None if config.ema is None else Average(model, config.ema, twin)  # a copy, before any hook
+    recording = Recording(model)  # before compiling, which looks at the hooks
     optimizer = make_optimizer(model, config.optim, locked=config.model.locked, adapters=config.model.adapters)
     learned = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     report = accelerate.apply(model, optimizer)
