@@ -17,7 +17,7 @@ from softmoe.cli.habits import nearest, whole_key
 from softmoe.cli.train import train_as_asked
 from softmoe.machine import is_first_process
 from softmoe.models.config import router_options
-from softmoe.storage.files import flatten
+from softmoe.storage.settings import flatten
 from softmoe.train import Result, TrainConfig
 from softmoe.train.preview import new_run, set_keys
 from softmoe.transfer import transfer_config, write_finished

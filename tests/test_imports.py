@@ -13,6 +13,7 @@ import softmoe
 
 ROOT = Path(softmoe.__file__).parent
 WRITER = "storage.files"  # how files are written: it imports the standard library alone
+SETTINGS = "storage.settings"  # and so does this
 BUILDER = "accelerate.build"  # how C++ is built and loaded: it needs nothing of the rooms
 SHARED = {"accelerate.guards", "accelerate.torch_private"}
 MIDDLE = {"models", "moe", "storage", "machine", BUILDER, "__version__"} | SHARED
@@ -20,11 +21,12 @@ UPPER = MIDDLE | {"accelerate", "budget", "parallel", "inference", "convert", "d
 TOP = UPPER | {"train", "transfer", "evaluate", "inspection"}
 ALL = TOP | {"studies", "recipes", "bench", "report", "cli"}
 MAY_IMPORT: dict[str, set[str]] = {
-    **{name: set[str]() for name in ("machine", WRITER)},
+    **{name: set[str]() for name in ("machine", WRITER, SETTINGS)},
     "moe": set(),
     "models": {"moe"},
     BUILDER: {"machine", WRITER},
-    "data": {"machine", BUILDER, WRITER},
+    "storage.preprocessing": {SETTINGS},
+    "data": {"machine", BUILDER, WRITER, "storage.preprocessing"},
     "storage": {"moe", "models", "machine", "__version__"},
     **dict.fromkeys(("accelerate", "budget", "convert"), MIDDLE),
     "inference": MIDDLE | {"accelerate"},  # what prepare does not replace is accelerated

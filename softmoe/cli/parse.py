@@ -152,7 +152,7 @@ def parse_run(default: "TrainConfig", argv: list[str], prog: str, *, new: bool =
     """
     from softmoe.models.config import router_options
     from softmoe.moe.routing import ROUTERS
-    from softmoe.storage.files import flatten
+    from softmoe.storage.settings import flatten
     from softmoe.train import ModelSection, TrainConfig
     from softmoe.train.preview import new_run, with_epochs
 

@@ -15,7 +15,7 @@ from PIL import Image
 
 from softmoe.data.augment import rand_augment
 from softmoe.data.decode import MAX_PIXELS, decode
-from softmoe.storage.files import EVALUATION_CROPS
+from softmoe.storage.preprocessing import EVALUATION_CROPS
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from softmoe.machine import home_path
-from softmoe.storage.files import first_line, flatten, follow_link
+from softmoe.storage.files import first_line, follow_link
+from softmoe.storage.settings import flatten
 
 if TYPE_CHECKING:  # it imports this module
     from softmoe.storage.saved import SavedModel

@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from softmoe.storage.files import EVALUATION_CROPS, check_keys
+from softmoe.storage.settings import check_keys
 
+EVALUATION_CROPS = {"inception": "central", "pad_crop": "resize"}
+"""The crops of evaluation that stand for those which training draws at random."""
 MOST_SIDE = 1 << 14
 MOST_PIXELS = 1 << 26
 

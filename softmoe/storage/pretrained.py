@@ -20,7 +20,6 @@ from softmoe.storage.files import (
     check_names,
     check_path,
     first_line,
-    flatten,
     parse_json,
     read_json,
     whole_folder,
@@ -39,6 +38,7 @@ from softmoe.storage.saved import (
     parse_architecture,
     split_architecture,
 )
+from softmoe.storage.settings import flatten
 from softmoe.storage.weights import (
     INDEX,
     SHARD_BYTES,

@@ -21,8 +21,9 @@ from softmoe.models.config import MoEConfig, TextConfig, TwoTowerConfig, ViTConf
 from softmoe.moe.routing import ROUTERS, RouterConfig
 from softmoe.storage import hub
 from softmoe.storage.checkpoint import check_file, check_parts, read_manifest
-from softmoe.storage.files import FileFacts, check_keys, check_names, convert, follow_link, read_bytes, read_json
+from softmoe.storage.files import FileFacts, check_names, follow_link, read_bytes, read_json
 from softmoe.storage.preprocessing import MOST_SIDE, Preprocessing, parse_preprocessing
+from softmoe.storage.settings import check_keys, convert
 from softmoe.storage.weights import parse_dtypes, parse_files
 
 FORMAT = "softmoe"

@@ -18,7 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from softmoe.storage.files import FileFacts, check_keys, first_line, parse_json, sha256, write_json
+from softmoe.storage.files import FileFacts, first_line, parse_json, sha256, write_json
+from softmoe.storage.settings import check_keys
 
 SHARD_BYTES = 4 * 10**9
 HEADER_BYTES = 16_000_000

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from softmoe.budget import Cost, cost, training_flops
 from softmoe.data import open_source
 from softmoe.models import TwoTowerConfig, ViTConfig
-from softmoe.storage.files import flatten
+from softmoe.storage.settings import flatten
 from softmoe.train import ModelSection, TrainConfig, train
 from softmoe.train.folder import FREE, RunFolder, matches
 from softmoe.train.log import read_metrics

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from softmoe.data import TransformConfig
 from softmoe.machine import MOST_AT_ONCE, Precision
-from softmoe.storage.files import from_dict
+from softmoe.storage.settings import from_dict
 from softmoe.storage.store import CheckpointSection
 from softmoe.train.model_section import ModelSection, TextSection
 

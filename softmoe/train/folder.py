@@ -25,9 +25,10 @@ from softmoe.storage import (
     save_pretrained,
 )
 from softmoe.storage.checkpoint import STEP_NAME
-from softmoe.storage.files import check_path, flatten, follow_link, read_json, write_json
+from softmoe.storage.files import check_path, follow_link, read_json, write_json
 from softmoe.storage.hub import check_run
 from softmoe.storage.saved import TOKENIZER_FILES, parse_architecture, split_architecture, tokenizer_of_run
+from softmoe.storage.settings import flatten
 from softmoe.train.config import TrainConfig
 from softmoe.train.log import scan_metrics
 from softmoe.train.optim import make_schedule

@@ -6,8 +6,8 @@ from typing import Any, Literal
 from softmoe.models import MoEConfig, TextConfig, TwoTowerConfig, ViTConfig, model_config
 from softmoe.models.config import LAYER_OPTIONS, option_names, router_options
 from softmoe.models.registry import SIZES
-from softmoe.storage.files import convert, from_dict
 from softmoe.storage.saved import check_numbers
+from softmoe.storage.settings import convert, from_dict
 
 _NOT_SHAPE = ("name", "router", "weights", "new_head", "refit_head", "adapters", "locked", "options")
 

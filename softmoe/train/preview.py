@@ -9,7 +9,7 @@ from softmoe.data import Source, open_source
 from softmoe.machine import memory_of
 from softmoe.models import TwoTower, TwoTowerConfig, VisionTransformer, ViTConfig
 from softmoe.models.two_tower import features_dim
-from softmoe.storage.files import flatten
+from softmoe.storage.settings import flatten
 from softmoe.train.config import ModelSection, TrainConfig
 from softmoe.train.data import buffers_of, open_sources
 from softmoe.train.folder import free_name

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from softmoe.data import Feed
-from softmoe.storage.files import flatten, write_json
+from softmoe.storage.files import write_json
+from softmoe.storage.settings import flatten
 from softmoe.train.evaluation import evaluate_share
 from softmoe.train.health import model_health
 from softmoe.train.log import Clock, duration, peak_flops, progress_line

@@ -6,7 +6,7 @@ from softmoe import recipes
 from softmoe.cli.habits import OTHER_NAMES, OTHER_WAYS, translate
 from softmoe.cli.parse import parse_run
 from softmoe.models.config import router_options
-from softmoe.storage.files import flatten
+from softmoe.storage.settings import flatten
 from softmoe.train import TrainConfig
 
 KEYS = [*flatten(TrainConfig().to_dict()), *(f"model.{name}" for name in router_options()), "epochs"]

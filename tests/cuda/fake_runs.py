@@ -54,7 +54,7 @@ def real_files() -> Iterator[None]:
 
 
 def settings(folder: str, changes: dict[str, Any]) -> Any:
-    from softmoe.storage.files import flatten
+    from softmoe.storage.settings import flatten
     from softmoe.train import TrainConfig
 
     values = TrainConfig().to_dict()

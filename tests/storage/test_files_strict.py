@@ -7,7 +7,7 @@ import pytest
 from softmoe.models import MoEConfig, ViTConfig, model_config
 from softmoe.models.config import router_options
 from softmoe.moe import RouterConfig
-from softmoe.storage.files import flatten, from_dict
+from softmoe.storage.settings import flatten, from_dict
 from softmoe.train import ModelSection, TrainConfig
 
 
