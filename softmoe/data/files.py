@@ -1,28 +1,38 @@
-"""Read the files of data sources: packed lists of names, tars read by offset, compressed files unpacked once."""
+"""Find and read the files of data sources.
+
+Packed lists of names, files that are images by their ending, tars read by offset, compressed files unpacked once.
+"""
 
 from __future__ import annotations
 
 import gzip
 import hashlib
 import io
+import logging
 import os
 import shutil
 import stat
 import tarfile
 import threading
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
-from softmoe.machine import cache_folder
+from softmoe.machine import cache_folder, is_first_process
 from softmoe.storage.files import whole_file
 
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")
+_RAW = (".raw", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".raf", ".rw2", ".pef")
+_UNREAD = (".heic", ".heif", ".avif", ".jp2", ".j2k", ".jxl", ".psd", ".svg", *_RAW)
 _UNPACKED_BYTES, _UNPACKED_RATIO = 1_000_000_000, 200  # a .gz may unpack to the larger of so much and so many times it
 _HEADER_BYTES = 16_000_000  # of a tar: long names and the like
 MAX_NAME = 4096  # characters: the longest path of a file on Linux
 MAX_TEXT = 16_000_000  # bytes of what is beside an image: captions, labels
+_logger = logging.getLogger("softmoe.data")
+_reported: set[Path] = set()
 
 
 class Names:
@@ -77,6 +87,22 @@ def files_below(folder: Path) -> Iterator[str]:
                 waiting.append(f"{prefix}{entry.name}/")
             else:
                 yield prefix + entry.name
+
+
+def is_image_name(name: str) -> bool:
+    """Tell if a file counts as an image by its ending; hidden files, such as the ._ ones of macOS, do not."""
+    return not name.startswith(".") and name.lower().endswith(IMAGE_SUFFIXES)
+
+
+def report_left_out(where: Path, names: Iterable[str]) -> None:
+    """Say which of the files are images that are not read, if any."""
+    unread = [name for name in names if name.lower().endswith(_UNREAD) and not name.rpartition("/")[2].startswith(".")]
+    if not unread or where in _reported or not is_first_process():
+        return
+    _reported.add(where)
+    counts = Counter(os.path.splitext(name)[1].lower() for name in unread)
+    kinds = ", ".join(f"{count} {ending}" for ending, count in sorted(counts.items()))
+    _logger.warning("Left out of %s, since these are not read: %s; convert them to JPEG", where, kinds)
 
 
 _BINARY = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)

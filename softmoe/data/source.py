@@ -122,7 +122,7 @@ _SCHEMES = {
     "characters": ("softmoe.data.characters", "open_characters"),
     "folder": ("softmoe.data.folder", "open_folder"),
     "wds": ("softmoe.data.wds", "open_wds"),
-    "pairs": ("softmoe.data.folder", "open_pairs"),
+    "pairs": ("softmoe.data.pairs", "open_pairs"),
     "hf": ("softmoe.data.foreign", "open_hf"),
     "idx": ("softmoe.data.foreign", "open_idx"),
     "digits": ("softmoe.data.foreign", "open_digits"),

@@ -18,7 +18,7 @@ from softmoe.accelerate.guards import swap_class
 from softmoe.convert.foreign import open_foreign, with_options
 from softmoe.data import Example, Source, Transform, TransformConfig, captions_of
 from softmoe.data.decode import decode, read_image_file
-from softmoe.data.folder import IMAGE_SUFFIXES, is_image_name
+from softmoe.data.files import IMAGE_SUFFIXES, is_image_name
 from softmoe.data.source import MinSide, fingerprint
 from softmoe.inference import Storage, open_mapped, prepare
 from softmoe.machine import Precision, choose_device, choose_precision, home_path
