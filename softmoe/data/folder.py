@@ -34,6 +34,7 @@ from softmoe.data.splits import (
     HELD_OUT,
     SPELLINGS,
     SPLITS,
+    check_val_option,
     held_out,
     is_split,
     parse_share,
@@ -112,7 +113,7 @@ def open_folder(path: str, split: str, *, val: str | None = None) -> FolderSourc
         found = held_out(whole, split, share, root)
         report_held_out(root, found, whole, split, share)
     elif val is not None and split in ("train", "val"):
-        _check_val_option(here, root)
+        check_val_option(here, root)
         found = held_out(_checked_split(root, tree, train), split, parse_share(val), root)
         part = train
     else:
@@ -125,11 +126,6 @@ def open_folder(path: str, split: str, *, val: str | None = None) -> FolderSourc
             "every class to be scored must be one that is trained."
         )
     return FolderSource(stored, part, classes, titles, found)
-
-
-def _check_val_option(here: set[str], root: Path) -> None:
-    if spelled(here, "train") not in here or spelled(here, "val") in here:
-        raise ValueError(f"The option val takes images from train/, but {root} has val/ or no train/: leave it out.")
 
 
 def _unsplit(root: Path) -> dict[str, dict[str, list]]:

@@ -1,7 +1,8 @@
 """Images with captions beside them: pairs:PATH.
 
 PATH/train/**/photo.jpg and photo.txt, one caption a line. An image without a .txt has no captions; bytes that are not
-UTF-8 are replaced, not refused. Without train/ and val/ a tenth is kept for validation (splits.py).
+UTF-8 are replaced, not refused. Without train/ and val/ a tenth is kept for validation (splits.py); where there is
+train/ and no val/, `?val=0.1` takes it from train/.
 """
 
 from __future__ import annotations
@@ -14,7 +15,16 @@ import numpy as np
 from softmoe.data.decode import BrokenImage, decode, read_image_file
 from softmoe.data.files import IMAGE_SUFFIXES, MAX_TEXT, Names, file_size, is_image_name, report_left_out
 from softmoe.data.source import Example, MinSide, Source, fingerprint
-from softmoe.data.splits import HELD_OUT, held_out, is_split, parse_share, report_held_out, spelled, split_folders
+from softmoe.data.splits import (
+    HELD_OUT,
+    check_val_option,
+    held_out,
+    is_split,
+    parse_share,
+    report_held_out,
+    spelled,
+    split_folders,
+)
 from softmoe.machine import home_path
 
 
@@ -56,18 +66,21 @@ class PairsSource(Source):
 def open_pairs(path: str, split: str, *, val: str | None = None) -> PairsSource:
     above = home_path(path)
     here = split_folders(above, split) if above.is_dir() else {split}
-    root, whole = above / spelled(here, split), not here
-    if not root.is_dir() and not whole:
+    from_train = bool(here) and val is not None and split in ("train", "val")
+    if from_train:
+        check_val_option(here, above)
+    root = above / spelled(here, "train" if from_train else split) if here else above
+    if not root.is_dir():
         raise ValueError(f"there is no folder {root}; pairs:PATH needs PATH/{split}/photo.jpg and photo.txt beside it.")
-    root = above if whole else root
     files = list(root.rglob("*"))
     report_left_out(root, (p.name for p in files))
     names = sorted(p.relative_to(root).as_posix() for p in files if is_image_name(p.name))
     if not names:
         raise ValueError(f"{root} holds no images with one of the endings {' '.join(IMAGE_SUFFIXES)}.")
-    if whole and not is_split(above):
+    if from_train or not (here or is_split(above)):
         share, every = HELD_OUT if val is None else parse_share(val), {"": [(name,) for name in names]}
         found = held_out(every, split, share, root)
-        report_held_out(root, found, every, split, share)
+        if not from_train:
+            report_held_out(root, found, every, split, share)
         names = [name for (name,) in found[""]]
     return PairsSource(root, names)

@@ -41,6 +41,12 @@ def spelled(names: Collection[str], split: str) -> str:
     return alike[0] if split not in names and len(alike) == 1 else split
 
 
+def check_val_option(here: set[str], root: Path) -> None:
+    """Raise ValueError unless there is train/ for the option to take images from, and no val/."""
+    if spelled(here, "train") not in here or spelled(here, "val") in here:
+        raise ValueError(f"The option val takes images from train/, but {root} has val/ or no train/: leave it out.")
+
+
 def is_split(root: Path) -> bool:
     """Tell if a folder is one split of the folder above; one in another spelling needs another split beside it."""
     if root.name in SPLITS or root.name.lower() not in SPELLINGS:

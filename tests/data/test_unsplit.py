@@ -222,6 +222,18 @@ def test_pairs(photos: Path, caplog: pytest.LogCaptureFixture):
     ]
 
 
+def test_validation_from_the_training_pairs(photos: Path, tmp_path: Path):
+    """`?val=0.2` takes a fifth of train/ where there is no val/, and is refused where there is one."""
+    folder = tmp_path / "split"
+    shutil.copytree(photos, folder / "train")
+    train, val = (open_source(f"pairs:{folder}?val=0.2", split) for split in ("train", "val"))
+    assert (len(train), len(val), len(open_source(f"pairs:{folder}", "train"))) == (41, 10, 51)
+    assert not set(train._names) & set(val._names)  # pyright: ignore[reportAttributeAccessIssue]
+    shutil.copytree(photos / "ant", folder / "val")
+    with pytest.raises(ValueError, match="The option val takes images from train/"):
+        open_source(f"pairs:{folder}?val=0.2", "train")
+
+
 def test_a_tar_without_splits(photos: Path, tmp_path: Path):
     """`tar c photos` is the same data."""
     tar = shutil.make_archive(str(tmp_path / "all"), "tar", tmp_path, "photos")
