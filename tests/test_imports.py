@@ -16,18 +16,18 @@ WRITER = "storage.files"  # how files are written: it imports the standard libra
 SETTINGS = "storage.settings"  # and so does this
 BUILDER = "accelerate.build"  # how C++ is built and loaded: it needs nothing of the rooms
 SHARED = {"accelerate.guards", "accelerate.torch_private"}
-MIDDLE = {"models", "moe", "storage", "machine", BUILDER, "__version__"} | SHARED
+MIDDLE = {"models", "moe", "storage", "machine", "paths", BUILDER, "__version__"} | SHARED
 UPPER = MIDDLE | {"accelerate", "budget", "parallel", "inference", "convert", "data"}
 TOP = UPPER | {"train", "transfer", "evaluate", "inspection"}
 ALL = TOP | {"studies", "recipes", "bench", "report", "cli"}
 MAY_IMPORT: dict[str, set[str]] = {
-    **{name: set[str]() for name in ("machine", WRITER, SETTINGS)},
+    **{name: set[str]() for name in ("machine", "paths", WRITER, SETTINGS)},
     "moe": set(),
     "models": {"moe"},
-    BUILDER: {"machine", WRITER},
+    BUILDER: {"machine", "paths", WRITER},
     "storage.preprocessing": {SETTINGS},
-    "data": {"machine", BUILDER, WRITER, "storage.preprocessing"},
-    "storage": {"moe", "models", "machine", "__version__"},
+    "data": {"machine", "paths", BUILDER, WRITER, "storage.preprocessing"},
+    "storage": {"moe", "models", "machine", "paths", "__version__"},
     **dict.fromkeys(("accelerate", "budget", "convert"), MIDDLE),
     "inference": MIDDLE | {"accelerate"},  # what prepare does not replace is accelerated
     "parallel": MIDDLE | {"budget.plan"},  # it makes the layouts that are planned there

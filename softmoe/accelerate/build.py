@@ -26,7 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from softmoe.machine import CPUINFO, cache_folder
+from softmoe.machine import CPUINFO
+from softmoe.paths import cache_folder
 from softmoe.storage.files import whole_file
 
 SOURCES = Path(__file__).with_name("cpp")

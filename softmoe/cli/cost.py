@@ -9,7 +9,8 @@ from typing import Literal
 from softmoe.cli.habits import parse_size
 from softmoe.cli.parse import parse
 from softmoe.evaluate.api import OnDevice, OthersWeights
-from softmoe.machine import Precision, check_new, unused_path
+from softmoe.machine import Precision
+from softmoe.paths import check_new, unused_path
 
 
 @dataclass(frozen=True)

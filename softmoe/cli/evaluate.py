@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from softmoe.cli.parse import Printed, parse, percent_on_terminal
 from softmoe.evaluate import Evaluate, FewShot, Predict
 from softmoe.inspection.api import Doctor, Inspect
-from softmoe.machine import can_write, check_new, home_path, unused_path
+from softmoe.paths import can_write, check_new, home_path, unused_path
 from softmoe.storage.files import whole_file, write_bytes
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from pathlib import Path
 from softmoe.cli.parse import parse
 from softmoe.cli.train import drive, parse_train
 from softmoe.cli.transfer import parse_finetune
-from softmoe.machine import unused_path
+from softmoe.paths import unused_path
 from softmoe.storage.hub import check_run
 from softmoe.studies import Demo, Quickstart, Study, about, names
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from softmoe import recipes
-from softmoe.machine import home_path
+from softmoe.paths import home_path
 from softmoe.storage.hub import holds_model, why_no_model
 
 IMAGE_SIZE = "data.transform.image_size"

@@ -14,7 +14,8 @@ import tyro
 
 from softmoe.cli.habits import as_typed, check_model, check_options, nearest, parse_size, translate
 from softmoe.evaluate.api import OneModel, TwoTowerModel, as_list
-from softmoe.machine import check_new, is_first_process, use_threads
+from softmoe.machine import is_first_process, use_threads
+from softmoe.paths import check_new
 from softmoe.storage.files import write_text
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 from softmoe.cli.evaluate import measure
 from softmoe.cli.parse import Printed, parse, percent_on_terminal
 from softmoe.evaluate import Retrieve, Search, ZeroShot
-from softmoe.machine import unused_path
+from softmoe.paths import unused_path
 from softmoe.storage.files import write_bytes
 
 

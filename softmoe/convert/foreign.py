@@ -21,10 +21,11 @@ from torch import Tensor
 from softmoe.convert.names import IN_PLACE
 from softmoe.convert.timm import from_timm, read_safetensors, read_tensors
 from softmoe.convert.vit import from_vit
-from softmoe.machine import choose_device, home_path
+from softmoe.machine import choose_device
 from softmoe.models import VisionTransformer
 from softmoe.models.config import check_same_function
 from softmoe.models.conventions import POOLS
+from softmoe.paths import home_path
 from softmoe.storage import Preprocessing, SavedModel, hub, load_saved, open_saved
 from softmoe.storage.adapters import inherited
 from softmoe.storage.files import check_names, first_line, read_json, sha256

@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw, ImageFont, features
 
 from softmoe.data.order import mix64
 from softmoe.data.source import fingerprint
-from softmoe.machine import cache_folder
+from softmoe.paths import cache_folder
 from softmoe.storage.files import whole_file
 
 CELL, FILLED = 40, 32  # pixels a side of a bitmap, and of the longer side of the character in its middle

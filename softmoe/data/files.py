@@ -21,7 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from softmoe.machine import cache_folder, is_first_process
+from softmoe.machine import is_first_process
+from softmoe.paths import cache_folder
 from softmoe.storage.files import whole_file
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")

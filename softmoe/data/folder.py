@@ -42,7 +42,7 @@ from softmoe.data.splits import (
     spelled,
     split_folders,
 )
-from softmoe.machine import home_path
+from softmoe.paths import home_path
 from softmoe.storage.files import MAX_JSON_BYTES, check_names, parse_json, read_json
 
 _TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")

@@ -23,7 +23,7 @@ import numpy as np
 from softmoe.data.decode import MAX_PIXELS, BrokenImage, decode, read_image_file
 from softmoe.data.files import unpacked
 from softmoe.data.source import Example, MinSide, Source, count_classes, fingerprint, shortened
-from softmoe.machine import home_path
+from softmoe.paths import home_path
 from softmoe.storage.files import check_names, first_line, sha256
 
 _PREFIXES = {"val": ("t10k", "test", "val"), "test": ("t10k", "test")}

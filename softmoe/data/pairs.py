@@ -25,7 +25,7 @@ from softmoe.data.splits import (
     spelled,
     split_folders,
 )
-from softmoe.machine import home_path
+from softmoe.paths import home_path
 
 
 class PairsSource(Source):

@@ -30,7 +30,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from softmoe.data.files import folders_in
-from softmoe.machine import home_path
+from softmoe.paths import home_path
 from softmoe.storage.files import check_names
 
 # The shortest side the reader needs: a number, or a function of the stored (height, width) that is called

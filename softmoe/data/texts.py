@@ -26,7 +26,7 @@ import torch
 from softmoe.data.decode import BrokenImage
 from softmoe.data.order import order
 from softmoe.data.source import Example, MinSide, Source, fingerprint
-from softmoe.machine import home_path
+from softmoe.paths import home_path
 from softmoe.storage.files import first_line, read_bytes
 
 _ENDS = ("</s>", "<|endoftext|>", "<eos>", "<|end|>", "[SEP]")  # names of the end token; the first that exists counts

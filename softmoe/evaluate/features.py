@@ -19,9 +19,9 @@ import torch
 
 from softmoe.data import Batch, Source, Transform, batches_on_device, evaluation_batches
 from softmoe.data.feed import results_on_host
-from softmoe.data.files import cache_folder
 from softmoe.models import VisionTransformer
 from softmoe.moe.record import evaluating
+from softmoe.paths import cache_folder
 from softmoe.storage.files import read_json, sha256, whole_folder, write_json
 
 _VERSION = 2

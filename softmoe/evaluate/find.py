@@ -14,7 +14,7 @@ from softmoe.evaluate.api import Search, as_list
 from softmoe.evaluate.features import Progress
 from softmoe.evaluate.inputs import FileSource, find_images
 from softmoe.evaluate.towers import load_towers
-from softmoe.machine import home_path
+from softmoe.paths import home_path
 from softmoe.storage.files import write_text
 from softmoe.storage.pages import render, thumbnail
 

@@ -21,9 +21,10 @@ from softmoe.data.decode import decode, read_image_file
 from softmoe.data.files import IMAGE_SUFFIXES, is_image_name
 from softmoe.data.source import MinSide, fingerprint
 from softmoe.inference import Storage, open_mapped, prepare
-from softmoe.machine import Precision, choose_device, choose_precision, home_path
+from softmoe.machine import Precision, choose_device, choose_precision
 from softmoe.models import TwoTower, VisionTransformer
 from softmoe.models.classification import Loss
+from softmoe.paths import home_path
 from softmoe.storage import Preprocessing, SavedModel, load_saved, open_saved
 from softmoe.storage.files import read_json
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from softmoe.accelerate.torch_private import compile_package
 from softmoe.inference.prepared import prepare
-from softmoe.machine import Precision, choose_precision, home_path
+from softmoe.machine import Precision, choose_precision
+from softmoe.paths import home_path
 from softmoe.storage.files import write_json, write_text
 from softmoe.storage.preprocessing import Preprocessing
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from softmoe.evaluate.api import OneModel, OverImages
-from softmoe.machine import unused_path
+from softmoe.paths import unused_path
 
 if TYPE_CHECKING:
     from softmoe.data import Source

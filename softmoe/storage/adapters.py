@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from softmoe.machine import home_path
 from softmoe.models import VisionTransformer
 from softmoe.models.embed import LearnedPositions
+from softmoe.paths import home_path
 from softmoe.storage import hub
 from softmoe.storage.files import first_line
 from softmoe.storage.saved import SavedModel, open_saved

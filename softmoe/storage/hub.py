@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from softmoe.machine import home_path
+from softmoe.paths import home_path
 from softmoe.storage.files import first_line, follow_link
 from softmoe.storage.settings import flatten
 

@@ -17,7 +17,7 @@ from softmoe.evaluate import load, predict
 from softmoe.evaluate.inputs import random_subset
 from softmoe.inspection.collect import inspect_source
 from softmoe.inspection.page import write_inspection, write_page
-from softmoe.machine import unused_path
+from softmoe.paths import unused_path
 from softmoe.recipes import quickstart, quickstart_dense
 from softmoe.report import RunRecord, load_run, write_report
 from softmoe.report.runs import comparison, save_png

@@ -10,7 +10,8 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 from softmoe.evaluate.api import OnDevice, OthersWeights
-from softmoe.machine import check_new, lazy_names
+from softmoe.machine import lazy_names
+from softmoe.paths import check_new
 
 if TYPE_CHECKING:
     from softmoe.transfer.finetune import branch, locked_config, plan_branch, transfer_config, write_finished
