@@ -40,7 +40,9 @@ def export_command(argv: list[str]) -> int:
     from softmoe.evaluate import load
     from softmoe.inference.export import SUFFIX, export
 
-    loaded = load(a.model, device=a.device, image_size=a.image_size, precision="exact", told=a.told)
+    loaded = load(
+        a.model, device=a.device, image_size=a.image_size, precision="exact", foreign_options=a.foreign_options
+    )
     model = loaded.model.float()
     if a.features:
         model.head = torch.nn.Identity()
@@ -118,7 +120,12 @@ def serve_command(argv: list[str]) -> int:
     from softmoe.inference.service import Service
 
     loaded = load(
-        a.model, device=a.device, image_size=a.image_size, weights=a.weights, precision=a.precision, told=a.told
+        a.model,
+        device=a.device,
+        image_size=a.image_size,
+        weights=a.weights,
+        precision=a.precision,
+        foreign_options=a.foreign_options,
     )
     predictor = Predictor(loaded, top=a.top)
     decoders = Decoders(pixel_reader(loaded.transform, a.max_pixels), a.decoders, a.decode_seconds)

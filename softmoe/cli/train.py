@@ -115,7 +115,7 @@ def parse_train(recipe: str, argv: list[str]) -> tuple[TrainConfig, bool]:
     if image is not None:
         from softmoe.transfer import locked_config
 
-        image, rest = take_told(image, rest)
+        image, rest = take_foreign_options(image, rest)
         default = locked_config(default, image)
     elif default.model.locked and default.model.weights is None and not {"-h", "--help"} & set(rest):
         raise ValueError(f"give the trained model whose images get texts: softmoe train {recipe} --image MODEL")
@@ -231,11 +231,11 @@ def take(argv: list[str], flag: str) -> tuple[str | None, list[str]]:
     return None, argv
 
 
-def take_told(model: str, argv: list[str]) -> tuple[str, list[str]]:
+def take_foreign_options(model: str, argv: list[str]) -> tuple[str, list[str]]:
     """Return the path of others' weights with what the arguments tell of them, and the arguments without it."""
     from softmoe.convert.foreign import with_options
 
-    told = {}
-    for name in OthersWeights().told:
-        told[name], argv = take(argv, f"--{name}")
-    return with_options(model, told), argv
+    options = {}
+    for name in OthersWeights().foreign_options:
+        options[name], argv = take(argv, f"--{name}")
+    return with_options(model, options), argv

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from softmoe import recipes
 from softmoe.cli.habits import check_model, parse_size
 from softmoe.cli.parse import parse, parse_run
-from softmoe.cli.train import drive, take, take_told
+from softmoe.cli.train import drive, take, take_foreign_options
 from softmoe.transfer import Soup, Upcycle
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def parse_finetune(model: str, data: str, argv: list[str]) -> tuple[TrainConfig,
     from softmoe.transfer import transfer_config
 
     size, rest = take(argv, "--image-size")
-    model, rest = take_told(model, rest)
+    model, rest = take_foreign_options(model, rest)
     adapters, rest = "--adapters" in rest, [word for word in rest if word != "--adapters"]
     image_size = parse_size(size) if size else None
     default = transfer_config(recipes.load("finetune"), model, image_size=image_size, adapters=adapters)

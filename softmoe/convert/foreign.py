@@ -74,14 +74,14 @@ def open_foreign(where: str | Path, **options: Any) -> Foreign | None:
         return None
     folder = place if place.is_dir() else place.parent
     has_settings = place.is_dir() or place.name.startswith(("model", "open_clip"))
-    told, files = read_settings(folder) if has_settings else ({}, [])
+    settings, files = read_settings(folder) if has_settings else ({}, [])
     tensors = read_safetensors(folder, files) if place.is_dir() else read_tensors(place)
     if any(not name.isprintable() or len(name) > 300 for name in tensors):
         raise ValueError(f"{place} is damaged: it has an array whose name is no text")
-    ratio, crop = told.pop("central_ratio", None), told.pop("crop", "central")
-    seen, classes = told.pop("seen_size", None), told.pop("classes", None)
+    ratio, crop = settings.pop("central_ratio", None), settings.pop("crop", "central")
+    seen, classes = settings.pop("seen_size", None), settings.pop("classes", None)
     try:
-        model = convert(tensors, told | options, options)
+        model = convert(tensors, settings | options, options)
     except (ArithmeticError, IndexError, KeyError, TypeError, RuntimeError) as error:  # of sizes that no model has
         raise ValueError(f"{place} does not hold the weights of a vision transformer: {first_line(error)}") from error
     except ValueError as error:
@@ -196,40 +196,40 @@ def read_settings(folder: Path) -> tuple[dict[str, Any], list[str]]:
     try:
         config = read_json(path)
         if path == open_clip:
-            told = from_open_clip(config)
+            settings = from_open_clip(config)
         else:
-            told = from_timm_config(config) if "architecture" in config else from_hugging_face(config, folder)
+            settings = from_timm_config(config) if "architecture" in config else from_hugging_face(config, folder)
     except (AttributeError, KeyError, IndexError, TypeError) as error:
         raise ValueError(f"{path} does not describe a vision transformer: {first_line(error)}") from error
     files = [plain.name] if plain.is_file() else sorted(path.name for path in folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{folder} has no safetensors file, and pickles are not opened: save the model as safetensors")
-    return told, files
+    return settings, files
 
 
 def from_timm_config(config: dict[str, Any]) -> dict[str, Any]:
     """Read timm's config.json, with or without a table `pretrained_cfg` in it."""
     p, arguments = config.get("pretrained_cfg") or config, config.get("model_args") or {}
     name = config["architecture"]
-    told = mean_and_std(p) | {"image_size": pair(arguments.get("img_size") or p["input_size"][1:])}
+    settings = mean_and_std(p) | {"image_size": pair(arguments.get("img_size") or p["input_size"][1:])}
     pool = arguments.get("global_pool") or config.get("global_pool") or p.get("global_pool")
     if pool:
         if pool not in POOLS:
             raise ValueError(f"{name} pools by {pool!r}, which our vision transformer does not")
-        told["pool"] = POOLS[pool]
+        settings["pool"] = POOLS[pool]
     quick = "quickgelu" in name or "QuickGELU" in str(p.get("notes", ""))
     plain = "gelu_tanh" if "siglip" in name else "quick_gelu" if quick else "gelu"
-    told["activation"] = known_activation(arguments.get("act_layer") or plain, name)
+    settings["activation"] = known_activation(arguments.get("act_layer") or plain, name)
     if "num_heads" in arguments or "giantopt" in name:  # SigLIP 2's giant is as wide as DINOv2's, with other heads
-        told["heads"] = checked(arguments.get("num_heads", 16), "num_heads", 1, 1 << 16)
-    told["central_ratio"] = max(1.0, 1.0 / checked(p.get("crop_pct", 0.875), "crop_pct", 0.01, 2.0))
-    told["crop"] = "resize" if p.get("crop_mode") == "squash" else "central"
-    told["classes"] = class_names(config.get("label_names") or p.get("label_names"))
-    return told
+        settings["heads"] = checked(arguments.get("num_heads", 16), "num_heads", 1, 1 << 16)
+    settings["central_ratio"] = max(1.0, 1.0 / checked(p.get("crop_pct", 0.875), "crop_pct", 0.01, 2.0))
+    settings["crop"] = "resize" if p.get("crop_mode") == "squash" else "central"
+    settings["classes"] = class_names(config.get("label_names") or p.get("label_names"))
+    return settings
 
 
 def mean_and_std(p: dict[str, Any], mean: str = "mean", std: str = "std") -> dict[str, Any]:
-    """Return what is subtracted from pixels and what they are divided by, if both are told."""
+    """Return what is subtracted from pixels and what they are divided by, if both are stated."""
     return {"mean": tuple(p[mean]), "std": tuple(p[std])} if mean in p and std in p else {}
 
 
@@ -246,7 +246,7 @@ def from_hugging_face(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     if family is None:
         raise ValueError(f"{folder} is of the kind {kind!r}, which is none of {', '.join(_FAMILIES)}; {IN_PLACE}")
     vision = _FAMILIES[family] | (config.get("vision_config") or config)
-    told: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "heads": checked(vision["num_attention_heads"], "num_attention_heads", 1, 1 << 16),
         "activation": known_activation(vision["hidden_act"], folder),
         "norm_eps": vision["layer_norm_eps"],
@@ -256,28 +256,30 @@ def from_hugging_face(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     if (path := folder / "preprocessor_config.json").is_file():
         p = read_json(path)
         if p.get("do_normalize", True):
-            told |= mean_and_std(p, "image_mean", "image_std")
+            settings |= mean_and_std(p, "image_mean", "image_std")
         size, cut = p.get("size"), p.get("crop_size")
         edge = size.get("shortest_edge") if isinstance(size, dict) else None
         if edge and p.get("do_center_crop", True) and cut:
-            told["seen_size"] = pair(cut)
-            told["central_ratio"] = max(1.0, checked(edge, "shortest_edge", 1, 1 << 16) / min(told["seen_size"]))
+            settings["seen_size"] = pair(cut)
+            settings["central_ratio"] = max(
+                1.0, checked(edge, "shortest_edge", 1, 1 << 16) / min(settings["seen_size"])
+            )
         else:
-            told["crop"] = "resize"
-    return told
+            settings["crop"] = "resize"
+    return settings
 
 
 def from_open_clip(config: dict[str, Any]) -> dict[str, Any]:
     """Read open_clip_config.json."""
     model, pixels = config["model_cfg"], config.get("preprocess_cfg") or {}
     vision = model["vision_cfg"]
-    told: dict[str, Any] = {"image_size": pair(vision.get("image_size", 224)), "central_ratio": 1.0}
+    settings: dict[str, Any] = {"image_size": pair(vision.get("image_size", 224)), "central_ratio": 1.0}
     if "width" in vision:
-        told["heads"] = vision["width"] // vision.get("head_width", 64)
+        settings["heads"] = vision["width"] // vision.get("head_width", 64)
     siglip = "siglip" in str(vision.get("timm_model_name", ""))
-    told["crop"] = "resize" if pixels.get("resize_mode") == "squash" else "central"
-    told["activation"] = "gelu_tanh" if siglip else "quick_gelu" if model.get("quick_gelu") else "gelu"
-    return told | mean_and_std(pixels)
+    settings["crop"] = "resize" if pixels.get("resize_mode") == "squash" else "central"
+    settings["activation"] = "gelu_tanh" if siglip else "quick_gelu" if model.get("quick_gelu") else "gelu"
+    return settings | mean_and_std(pixels)
 
 
 def class_names(values: Any) -> tuple[str, ...] | None:

@@ -244,7 +244,7 @@ def infer_config(state: Tensors, heads: int | None, pool: str | None) -> dict[st
     norm = state.get(f"{first}.attention.query_norm.weight")
     if heads is None and norm is None and width not in HEADS and width % HEAD_WIDTH:
         raise ValueError(f"the number of heads cannot be told from the tensors of width {width}: give heads=")
-    told = HEADS.get(width, width // HEAD_WIDTH) if norm is None else width // norm.shape[0]
+    usual = HEADS.get(width, width // HEAD_WIDTH) if norm is None else width // norm.shape[0]
     blocks = {match[1] for name in state if (match := re.match(r"encoder\.blocks\.(\d+)\.", name))}
     pre_logits, head = state.get("pre_logits.weight"), state.get("head.weight")
     if pool is None:
@@ -257,7 +257,7 @@ def infer_config(state: Tensors, heads: int | None, pool: str | None) -> dict[st
         "width": width,
         "depth": len(blocks),
         "mlp_dim": state[f"{first}.mlp.fc1.weight"].shape[0],
-        "heads": told if heads is None else heads,
+        "heads": usual if heads is None else heads,
         "num_classes": None if head is None else head.shape[0],
         "pool": pool,
         "qk_norm": norm is not None,
@@ -269,10 +269,10 @@ def infer_config(state: Tensors, heads: int | None, pool: str | None) -> dict[st
 
 
 def place_prefix(
-    state: Tensors, told: dict[str, Any], image_size: int | tuple[int, int] | None, defaults: dict[str, Any]
+    state: Tensors, inferred: dict[str, Any], image_size: int | tuple[int, int] | None, defaults: dict[str, Any]
 ) -> ViTConfig:
     """Make a class token that is not pooled a register, and give every token before the patches a row of positions."""
-    if told["pool"] != "class" and "class_token" in state:
+    if inferred["pool"] != "class" and "class_token" in state:
         parts = [state.pop("class_token"), *([state["registers"]] if "registers" in state else [])]
         state["registers"], first = torch.cat(parts, dim=1), 1
     else:
@@ -280,10 +280,10 @@ def place_prefix(
     registers = state["registers"].shape[1] if "registers" in state else 0
     prefix = registers + int("class_token" in state)
     table = state["positions.table"]
-    size, rows = size_of_positions(table.shape[1], told["patch_size"], image_size, (0, first, prefix))
+    size, rows = size_of_positions(table.shape[1], inferred["patch_size"], image_size, (0, first, prefix))
     nothing = table.new_zeros(1, prefix - rows, table.shape[2])  # tokens without a position follow those with one
     state["positions.table"] = torch.cat([table[:, :rows], nothing, table[:, rows:]], dim=1)
-    return ViTConfig(image_size=size, registers=registers, **told, **defaults)
+    return ViTConfig(image_size=size, registers=registers, **inferred, **defaults)
 
 
 def drop_empty_norm_biases(state: Tensors) -> None:

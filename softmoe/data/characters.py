@@ -121,7 +121,7 @@ class CharactersSource(DrawnSource):
         name, ink = self._name(main, i), tuple(INKS)[main.ink[i]]
         paper = f"{tuple(PAPERS)[scenes.paper[i]]} paper"
         if len(scenes.written) == 1:
-            told = (
+            choices = (
                 f"{with_article(ink)} {name} on {paper}",
                 f"the character {name}, written in {ink}",
                 f"{paper} with {with_article(ink)} {name}",
@@ -131,13 +131,13 @@ class CharactersSource(DrawnSource):
             small = scenes.written[0]
             beside = f"a small {tuple(INKS)[small.ink[i]]} {self._name(small, i)}"
             where = _relation(main.x[i] - small.x[i], main.y[i] - small.y[i])
-            told = (
+            choices = (
                 f"a large {ink} {name} {where} {beside}",
                 f"several characters on {paper}, the largest is {with_article(ink)} {name}",
                 f"a large {name} in {ink} on {paper}, {where} {beside}",
                 f"{with_article(ink)} {name} {where} {beside}, on {paper}",
             )
-        return told[order], told[(order + 1) % len(told)]
+        return choices[order], choices[(order + 1) % len(choices)]
 
     def _name(self, written: Written, i: int) -> str:
         return class_name(self._glyphs.characters[written.label[i]])

@@ -70,8 +70,8 @@ class ShapesSource(DrawnSource):
 
     def _captions(self, scenes: Scenes, labels: np.ndarray, rows: np.ndarray) -> list[tuple[str, ...]]:
         wording = (uniforms(self._key ^ 0x5EED, rows, 1)[:, 0] * 2**20).astype(int)
-        told = zip(labels.tolist(), scenes.ground.tolist(), wording.tolist(), strict=True)
-        return [sentences(_words(self.which, label, ground), draw) for label, ground, draw in told]
+        scene_facts = zip(labels.tolist(), scenes.ground.tolist(), wording.tolist(), strict=True)
+        return [sentences(_words(self.which, label, ground), draw) for label, ground, draw in scene_facts]
 
 
 @cache

@@ -70,8 +70,8 @@ class OthersWeights:
     """Others' weights: gelu, gelu_tanh (SigLIP) or quick_gelu (OpenAI's CLIP)."""
 
     @property
-    def told(self) -> dict[str, Any]:
-        """Return the argument `told` of `load`."""
+    def foreign_options(self) -> dict[str, Any]:
+        """Return what the user states of the weights, the argument `foreign_options` of `load`."""
         return {f.name: getattr(self, f.name) for f in fields(OthersWeights)}
 
 

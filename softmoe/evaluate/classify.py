@@ -153,9 +153,13 @@ class Predictor:
 
 def run_evaluate(options: Evaluate, progress: Progress | None = None) -> dict[str, Any]:
     """Return named numbers and what they were measured on, as plain values for JSON."""
-    loaded = load(options.model, weights=options.weights, told=options.told, **options.model_options)
+    loaded = load(
+        options.model, weights=options.weights, foreign_options=options.foreign_options, **options.model_options
+    )
     judged = (
-        CountAgreement(loaded.model, load(options.model, told=options.told, **options.model_options).model)
+        CountAgreement(
+            loaded.model, load(options.model, foreign_options=options.foreign_options, **options.model_options).model
+        )
         if options.agreement
         else loaded.model
     )
@@ -199,7 +203,9 @@ def run_evaluate(options: Evaluate, progress: Progress | None = None) -> dict[st
 def run_predict(options: Predict, progress: Progress | None = None) -> tuple[list[Prediction], list[Unreadable]]:
     """Return classes and features of the images that can be read, and the files that cannot."""
     paths = find_images(as_list(options.images))
-    loaded = load(options.model, weights=options.weights, told=options.told, **options.model_options)
+    loaded = load(
+        options.model, weights=options.weights, foreign_options=options.foreign_options, **options.model_options
+    )
     predictor = Predictor(loaded, top=options.top)
     found: list[Prediction | Unreadable] = []
     for result in predictor.predict_files(paths, batch_size=options.batch_size, workers=options.workers):

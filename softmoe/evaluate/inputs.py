@@ -62,8 +62,8 @@ def open_model(where: str | Path) -> SavedModel:
     if saved.folder.parent.name == "checkpoints" and saved.folder != home_path(where):
         step, steps = saved.provenance["step"], read_json(saved.folder / "state.json")["config"]["steps"]
         if step < steps:
-            told = "softmoe: the run %s is not finished: this is its checkpoint of step %s of %s"
-            logger.warning(told, where, step, steps)
+            message = "softmoe: the run %s is not finished: this is its checkpoint of step %s of %s"
+            logger.warning(message, where, step, steps)
     return saved
 
 
@@ -74,14 +74,14 @@ def load(
     image_size: int | tuple[int, int] | None = None,
     weights: Storage | None = None,
     precision: Precision = "auto",
-    told: Mapping[str, Any] | None = None,
+    foreign_options: Mapping[str, Any] | None = None,
 ) -> Loaded:
     """Load a saved model, run, Hub id, or others' weights, for evaluation.
 
     `image_size` is another resolution than the model was saved with. `weights` prepares the model for fast inference.
-    `told` states what a file of others' weights does not (mean, std, heads, activation).
+    `foreign_options` states what a file of others' weights does not (mean, std, heads, activation).
     """
-    foreign = open_foreign(with_options(str(where), told or {}))
+    foreign = open_foreign(with_options(str(where), foreign_options or {}))
     saved = foreign or open_model(where)
     place, p = choose_device(device), preprocessing_at(saved, image_size)
     if weights == "mapped":

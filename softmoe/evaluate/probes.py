@@ -142,7 +142,7 @@ def run_fewshot(options: FewShot, progress: Progress | None = None) -> dict[str,
     """Return accuracies by data and number of shots; nearest neighbors and a probe if asked."""
     if not as_list(options.data):
         raise ValueError("give at least one source of images: softmoe fewshot MODEL DATA")
-    loaded = load(options.model, told=options.told, **options.model_options)
+    loaded = load(options.model, foreign_options=options.foreign_options, **options.model_options)
     sources = {name: _parts(options, name) for name in as_list(options.data)}
 
     def features(source: Source) -> Features:

@@ -80,7 +80,7 @@ def look(a: Inspect, name: str, progress: Progress | None) -> Inspection:
     from softmoe.evaluate.inputs import random_subset
     from softmoe.inspection.collect import inspect_source
 
-    loaded = load(name, told=a.told if name == str(a.model) else None, **a.model_options)
+    loaded = load(name, foreign_options=a.foreign_options if name == str(a.model) else None, **a.model_options)
     source = random_subset(open_source(a.data, a.split), a.examples)
     classes = loaded.saved.classes or (source.classes if len(source.classes) == loaded.model.config.num_classes else ())
     return inspect_source(
@@ -113,7 +113,7 @@ def model_verdicts(a: Doctor, run: RunRecord | None) -> list[Verdict]:
     from softmoe.inspection.statistics import correlation_summary
     from softmoe.moe.record import routers_by_layer
 
-    loaded = load(a.model, told=a.told, **a.model_options)
+    loaded = load(a.model, foreign_options=a.foreign_options, **a.model_options)
     model = loaded.model
     weights = next(model.parameters())
     precision = run.config.precision if run else str(weights.dtype).removeprefix("torch.")

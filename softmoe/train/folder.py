@@ -167,7 +167,7 @@ def free_name(config: TrainConfig, recipe: TrainConfig, *, named: bool) -> tuple
         changed = other_run(replace(config, run_name=name))
         if not changed:
             break
-        first = first or told(changed)
+        first = first or without_consequences(changed)
         if named:
             break
     else:
@@ -187,7 +187,7 @@ def free_name(config: TrainConfig, recipe: TrainConfig, *, named: bool) -> tuple
     return made, f"{holds}, so this one is {RunFolder.of(made).path}; --run-name chooses a name"
 
 
-def told(changed: list[str]) -> list[str]:
+def without_consequences(changed: list[str]) -> list[str]:
     """Leave out of a list of differences those that only follow another number of steps."""
     if not any(line.startswith("steps: ") for line in changed):
         return changed

@@ -212,7 +212,7 @@ def parse_blocks(blocks: str | Sequence[int]) -> tuple[int, ...] | None:
 def run_upcycle(a: Upcycle, report: Callable[[str], None]) -> Upcycled | str:
     """Read the dense model and the images, give it experts, and save it if asked to."""
     torch.manual_seed(a.seed)
-    foreign = open_foreign(with_options(a.dense, a.told | {"image_size": a.image_size}))
+    foreign = open_foreign(with_options(a.dense, a.foreign_options | {"image_size": a.image_size}))
     saved = foreign or open_saved(a.dense)
     device = choose_device(a.device)
     dense = (load_saved(saved) if foreign is None else foreign.model).to(device)

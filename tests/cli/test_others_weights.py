@@ -70,7 +70,9 @@ def test_every_command_with_a_model_has_the_options(capsys):
 
 def test_another_mean_is_another_model(place: Path):
     """The mean is a part of the weights: outputs and fingerprints differ, features are not taken for each other."""
-    models = [load(place / "vit.safetensors", told={"mean": mean, "std": "0.5"}) for mean in ("0.5", "0.1,0.2,0.3")]
+    models = [
+        load(place / "vit.safetensors", foreign_options={"mean": mean, "std": "0.5"}) for mean in ("0.5", "0.1,0.2,0.3")
+    ]
     assert models[0].saved.fingerprint != models[1].saved.fingerprint
     images = torch.rand(2, 3, 16, 16)
     assert not torch.equal(models[0].model(images), models[1].model(images))
