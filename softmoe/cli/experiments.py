@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from softmoe.cli.parse import parse
-from softmoe.cli.train import drive, parse_train
+from softmoe.cli.train import drive, parse_train, take
 from softmoe.cli.transfer import parse_finetune
 from softmoe.paths import unused_path
 from softmoe.storage.hub import check_run
@@ -20,8 +20,8 @@ USAGE = """usage: softmoe sweep RECIPE KEY=V1,V2,... [KEY=...] [--data DATA] [--
        softmoe sweep finetune MODEL DATA KEY=V1,V2,... [--section.key value ...]
 
 RECIPE, MODEL and DATA as in softmoe train and softmoe finetune; KEY as there, or its last part: lr=1e-3,3e-3 seed=0,1.
-Each combination is a run of its own, named after its values; those that are done are not done again. At the end there
-is one table and one page. --dry-run lists the runs."""
+Each combination is a run of its own, named after RECIPE (or --run-name) and its values; those that are done are not
+done again. At the end there is one table and one page. --dry-run lists the runs."""
 
 
 def sweep_command(argv: list[str]) -> int:
@@ -39,12 +39,18 @@ def sweep_command(argv: list[str]) -> int:
     values = itertools.product(*(value.split(",") for value in grid.values()))
     cells = [dict(zip(grid, row, strict=True)) for row in values]
     dry = "--dry-run" in options
+    name, options = take([word for word in options if word != "--dry-run"], "--run-name")
     configs = []
     for cell in cells:
         settings = [word for key, value in cell.items() for word in (f"--{key}", value)]
-        settings = [*(word for word in options if word != "--dry-run"), *settings, "--run-name", name_of(what[0], cell)]
+        settings = [*options, *settings, "--run-name", name_of(name or Path(what[0]).stem, cell)]
         tuned = what[0] == "finetune"
         configs.append((parse_finetune(what[1], what[2], settings) if tuned else parse_train(what[0], settings))[0])
+
+    from softmoe.train.preview import preview
+
+    for config in configs:
+        preview(config)  # a value that cannot work shall not wait for the runs before it
     folders = [Path(config.runs) / config.run_name for config in configs]
     for number, (config, folder) in enumerate(zip(configs, folders, strict=True), 1):
         print(f"run {number} of {len(cells)}: {folder}", flush=True)
@@ -56,8 +62,8 @@ def sweep_command(argv: list[str]) -> int:
     return 0
 
 
-def name_of(recipe: str, cell: dict[str, str]) -> str:
-    parts = [Path(recipe).stem, *(f"{key.rsplit('.', 1)[-1]}_{value}" for key, value in cell.items())]
+def name_of(start: str, cell: dict[str, str]) -> str:
+    parts = [start, *(f"{key.rsplit('.', 1)[-1]}_{value}" for key, value in cell.items())]
     return re.sub(r"[^\w.\-]+", "-", "_".join(parts))
 
 

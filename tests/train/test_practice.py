@@ -212,3 +212,5 @@ def test_sweep(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     }
     assert (tmp_path / "r" / "sweep.html").exists()
     assert main(["sweep", "small_data"]) == 2
+    assert main([*command, "--run-name", "mine", "--dry-run"]) == 0
+    assert f"run 1 of 4: {tmp_path / 'r' / 'mine_lr_1e-3_seed_0'}" in capsys.readouterr().out
