@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from softmoe.budget import blocks_to_recompute, cost, memory, text_cost, training_flops
+from softmoe.budget import Memory, blocks_to_recompute, cost, memory, text_cost, training_flops
 from softmoe.data import Source, open_source
 from softmoe.machine import memory_of
 from softmoe.models import TwoTower, TwoTowerConfig, VisionTransformer, ViTConfig
@@ -110,6 +110,7 @@ def preview(config: TrainConfig) -> str:
     towers = config.text.resolve(shape, config.text.vocab_size) if texts else None
     price = cost(shape)
     images = config.steps * config.data.batch_size
+    kinds = "with captions" if texts else f"of {len(source.classes)} classes"
     seen = f"{images:,} are seen, {images / len(source):,.2f} epochs"
     checked = min(len(held_out), config.evaluation.examples or len(held_out))
     learned = learned_names(config, towers or shape)
@@ -128,7 +129,7 @@ def preview(config: TrainConfig) -> str:
             "model",
             *setting_lines((towers or shape).to_dict()),
             "data",
-            f"  {len(source):,} training images of {len(source.classes)} classes; {seen}",
+            f"  {len(source):,} training images {kinds}; {seen}",
             f"  {len(held_out):,} validation images, of which {checked:,} are evaluated",
             f"  {buffer_line(config)}",
             *(f"  {remark}" for remark in remarks(config, shape, source)),
@@ -158,7 +159,7 @@ def remarks(config: TrainConfig, shape: ViTConfig, source: Source) -> list[str]:
     said = unseen_pixels(config.data.transform.size, shape.patch_size)
     epochs = config.steps * config.data.batch_size / max(1, len(source))
     if epochs > MANY_EPOCHS and not getattr(source, "generated", False):
-        said.append(f"each of the {len(source):,} training images is seen {epochs:,.0f} times; --epochs says otherwise")
+        said.append(f"each of the {len(source):,} training images is seen {epochs:,.0f} times; --epochs sets how often")
     outputs = config.model.num_classes
     if outputs is not None and outputs > len(source.classes):
         what = f"the head has {outputs} outputs, and the data has {len(source.classes)} classes"
@@ -227,7 +228,7 @@ def recomputed(config: TrainConfig, shape: ViTConfig, item: int, processes: int 
 
 
 def memory_needed(config: TrainConfig, shape: ViTConfig) -> dict[str, int]:
-    """Return the bytes that training needs, by kind."""
+    """Return the bytes that training needs, by kind; weights that are not trained have no gradients."""
     item = 2 if config.precision == "bfloat16" or (config.precision == "auto" and has_bfloat16(config)) else 4
     need = memory(
         shape,
@@ -238,6 +239,9 @@ def memory_needed(config: TrainConfig, shape: ViTConfig) -> dict[str, int]:
         in_backward=config.optim.in_backward,
         recomputed=recomputed(config, shape, item),
     )
+    share = 0 if config.model.locked else learned_share(config, shape)
+    activations = 0 if config.model.locked else need.activations
+    need = Memory(need.weights, round(need.gradients * share), round(need.optimizer_state * share), activations)
     copies = {"average": need.weights} if config.ema is not None else {}
     if config.checkpoint.asynchronous:
         copies["copy to save"] = need.weights + need.optimizer_state + sum(copies.values())

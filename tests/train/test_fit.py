@@ -9,7 +9,7 @@ from softmoe import recipes
 from softmoe.data import open_source
 from softmoe.train import TrainConfig, train
 from softmoe.train.folder import RunFolder, free_name
-from softmoe.train.preview import fit, preview, with_epochs
+from softmoe.train.preview import fit, memory_needed, preview, with_epochs
 
 SMALL_RECIPES = [
     name for name in recipes.names() if name not in ("contrastive", "lit", "lit_small")
@@ -136,3 +136,14 @@ def test_more_memory_than_there_is(make_config):
     assert "the device has" not in preview(make_config())
     assert "the device has: raise accumulate, set activation_gb or gradient_checkpointing, or lower" in preview(batch)
     assert "the device has: take a smaller model" in preview(experts)
+
+
+def test_weights_that_stay_have_no_gradients(make_config):
+    """The memory of a run with frozen blocks counts gradients and moments of the other weights only."""
+    whole, part = (
+        memory_needed(c, c.model.resolve(10, 16)) for c in (make_config(), make_config(**{"optim.freeze": 0.5}))
+    )
+    for kind in ("gradients", "optimizer"):
+        assert 0 < part[kind] < whole[kind]
+    assert part["weights"] == whole["weights"]
+    assert part["sum"] < whole["sum"]
