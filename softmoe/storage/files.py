@@ -43,6 +43,17 @@ class FileFacts:
 
 
 @contextmanager
+def path_in_errors(path: Path) -> Iterator[None]:
+    """Put the path into an error of the system that names none, as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+@contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """Open a file to write that takes the place of `path` when the block ends, and leaves `path` alone if it fails.
 
@@ -56,7 +67,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name[:50]}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
-        with beside.open("wb") as file:
+        with path_in_errors(path), beside.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -88,9 +99,10 @@ def whole_folder(target: Path) -> Iterator[Path]:
     """Give an empty hidden folder to fill, which becomes `target` when the block ends and vanishes if it fails."""
     partial = target.with_name(f"{PARTIAL}{target.name}-{os.getpid()}")
     try:
-        empty_folder(partial)
-        yield partial
-        put_in_place(partial, target)
+        with path_in_errors(target):
+            empty_folder(partial)
+            yield partial
+            put_in_place(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

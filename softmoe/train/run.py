@@ -197,7 +197,8 @@ class Run:
                 f"{step} is not saved; {kept}"
             )
         elif newest != step:
-            found.append(f"step {step} could not be saved; {kept}. Make room, and the same command continues from it")
+            again = "starts again" if newest is None else "continues from it"
+            found.append(f"step {step} could not be saved; {kept}. Make room, and the same command {again}")
         if self.metrics.waiting:
             found.append(f"{len(self.metrics.waiting)} lines of {self.metrics.path} could not be written")
         return found

@@ -1,9 +1,11 @@
+import os
 import subprocess
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from softmoe.storage.files import whole_folder, write_bytes
 from softmoe.train import train
 from softmoe.train.folder import RunFolder
 from softmoe.train.log import read_metrics
@@ -58,3 +60,18 @@ def test_a_run_survives_a_full_disk(make_config, small_disk: Path, capfd: pytest
     assert {p.name for p in folder.checkpoints.iterdir() if not p.is_symlink()} >= {"step_00000008"}
     assert not list(folder.checkpoints.glob(".partial*"))
     assert train(config).step == 8
+
+
+def test_a_disk_without_room_from_the_start(make_config, small_disk: Path):
+    """There is no checkpoint to continue from, and the run does not speak of one; the error names the path."""
+    fill(small_disk / "filler")
+    with pytest.raises(OSError, match=r"No space left on device: .*page\.html"):
+        write_bytes(small_disk / "page.html", b"x" * 4096)
+    with (
+        pytest.raises(OSError, match=r"No space left on device: .*disk/model"),
+        whole_folder(small_disk / "model") as f,
+    ):
+        (f / "a").write_bytes(b"x" * 4096)
+    os.truncate(small_disk / "filler", 1_170_000)  # room for config.json only
+    problems = train(make_config(steps=2, runs=str(small_disk))).problems
+    assert "step 2 could not be saved; there is no checkpoint. Make room, and the same command starts again" in problems
