@@ -302,6 +302,8 @@ def fold_pixels(state: Tensors, mean: float | Sequence[float], std: float | Sequ
     mean_3, std_3 = (torch.as_tensor(value, dtype=torch.float64).expand(3) for value in (mean, std))
     if not bool((mean_3.isfinite() & std_3.isfinite() & (std_3 > 0)).all()):
         raise ValueError(f"mean and std must be finite numbers and std above 0, got {mean} and {std}")
+    if bool((mean_3 < 0).any()) or bool((torch.maximum(mean_3, std_3) > 1).any()):
+        raise ValueError(f"mean and std are those of pixels from 0 to 1, got {mean} and {std}: divide them by 255")
     if bool((mean_3 == 0.5).all()) and bool((std_3 == 0.5).all()):
         return
     exact = weight.to(torch.float64)

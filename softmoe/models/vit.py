@@ -76,6 +76,8 @@ class VisionTransformer(TimmInterface, HubInterface):
         """Return the tokens before the first block, (B, M, D), and the (rows, columns) of the patches."""
         if images.ndim != 4 or images.shape[1] != 3:
             raise ValueError(f"expected images of shape (batch, 3, height, width), got {tuple(images.shape)}")
+        if not images.is_floating_point():
+            raise ValueError(f"expected images as real numbers from -1 to 1, got {images.dtype}: images / 127.5 - 1")
         grid = self.embed.grid(images.shape[2], images.shape[3])
         x_BMD = self.embed(images)
         prefix = [token for token in (self.class_token, self.registers) if token is not None]

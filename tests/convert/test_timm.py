@@ -67,6 +67,13 @@ def test_pixels_are_folded_into_the_patches():
     torch.testing.assert_close(model(pixels * 2 - 1), plain(theirs), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(("mean", "std"), [(127.5, 0.5), (0.5, (58.4, 57.1, 57.4)), (-1, 0.5)])
+def test_pixels_of_another_range_are_refused(mean, std):
+    """A mean and deviation of pixels up to 255 are no silent loss of accuracy."""
+    with pytest.raises(ValueError, match="those of pixels from 0 to 1"):
+        from_timm(timm_names(PlainViT()), heads=2, mean=mean, std=std)
+
+
 def test_heads():
     """Width over 64, or what the norms of queries and keys tell, or asked for."""
     wide = PlainViT(dim=128, heads=2, hidden=8, depth=1)

@@ -182,6 +182,12 @@ def test_bad_images(shape):
         tiny()(torch.randn(shape))
 
 
+def test_bytes_are_no_images():
+    """Pixels as they are in files are refused with the numbers that are expected."""
+    with pytest.raises(ValueError, match=r"real numbers from -1 to 1, got torch.uint8"):
+        tiny()(torch.zeros(1, 3, 48, 48, dtype=torch.uint8))
+
+
 def test_the_activation_reaches_every_mlp():
     """One setting for dense blocks, experts and the attention pool; an unknown one is refused by name."""
     model = tiny(activation="gelu", pool="attention")
