@@ -151,7 +151,8 @@ def check_options(argv: Sequence[str], command: str, places: Sequence[str], opti
 def check_model(command: str, words: Sequence[str]) -> None:
     """Raise ValueError, without torch, if the first word cannot be a model; say so if another of the words is one."""
     first = words[0].partition("?")[0]
-    model = next((word for word in words[1:] if word == "demo" or holds_model(home_path(word))), None)
+    paths = {word: home_path(word.partition("?")[0]) for word in words[1:]}
+    model = next((word for word, path in paths.items() if word == "demo" or holds_model(path)), None)
     image = (mimetypes.guess_type(first)[0] or "").startswith("image/")
     why = why_no_model(first)
     if why is None and not (image and model):

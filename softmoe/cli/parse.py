@@ -107,9 +107,8 @@ def one_line(box: str) -> str:
         r"^Error parsing (\S+): invalid literal for int.*?base 10: ", r"\1 must be a whole number, got ", text
     )
     text = re.sub(r"^Error parsing (\S+): could not convert string to float: ", r"\1 must be a number, got ", text)
-    text = re.sub(
-        r"^Error parsing (\S+): no type matching .*? from \[(.*?)\]\. Got errors.*?; ", r"\1 cannot be \2; ", text
-    )
+    unfit = r"(?:no type matching .*? from|Could not find valid parse for arguments:) \[(.*?)\](?:\. Got errors.*?)?; "
+    text = re.sub(rf"^Error parsing (\S+): {unfit}", r"\1 cannot be \2; ", text)
     text = re.sub(r" Perhaps you meant: (--[\w.\-]+).*(?= For full helptext)", r"; did you mean \1?", text)
     text = re.sub(r"^Error parsing config\.(\S+): ", r"\1: ", text)
     text = re.sub(r"^Missing value for argument '(\S+)'\. Expected 1 values?\.", r"\1 needs a value.", text)

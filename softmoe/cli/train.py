@@ -143,10 +143,10 @@ def stored_run(path: Path) -> TrainConfig:
 
     stored = RunFolder(path).stored()
     if stored is None:
-        raise ValueError(
-            f"{path} is not the folder of a run: it has no config.json; to train on the images in it: "
-            f"softmoe train small_data --data {shlex.quote(str(path))}"
-        )
+        from softmoe.storage.hub import models_in
+
+        images = f"to train on the images in it: softmoe train small_data --data {shlex.quote(str(path))}"
+        raise ValueError(f"{path} is not the folder of a run: it has no config.json; {models_in(path) or images}")
     folder = path.resolve()
     return replace(stored[0], runs=str(folder.parent), run_name=folder.name)
 

@@ -31,7 +31,6 @@ from softmoe.storage.adapters import inherited
 from softmoe.storage.files import check_names, first_line, read_json, sha256
 from softmoe.storage.saved import is_saved
 
-SUFFIXES = (".npz", ".safetensors")
 PICKLES = (".pth", ".pt", ".bin", ".ckpt", ".pkl")
 _TANH = ("gelu_pytorch_tanh", "gelu_tanh", "gelu_new")
 _ACTIVATIONS = {"gelu": "gelu", "quick_gelu": "quick_gelu"} | dict.fromkeys(_TANH, "gelu_tanh")
@@ -159,7 +158,7 @@ def locate(address: str) -> Path | None:
             f"{path} is a pickle, which can run any code when it is read, so it was not opened: write its tensors with "
             "safetensors.torch.save_file(tensors, 'model.safetensors') and give that file"
         )
-    if path.suffix in SUFFIXES:
+    if path.suffix in hub.WEIGHTS:
         if not path.is_file():
             raise ValueError(f"there is no file {address}")
         if path.name.startswith("model") and is_saved(path.parent):

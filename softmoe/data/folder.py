@@ -137,7 +137,7 @@ def _unsplit(root: Path) -> dict[str, dict[str, list]]:
         captions = any(f"{name}.txt" in files for name in images)
         holds = "images but no class folders" if images else "no folders of images"
         pairs = f"did you mean pairs:{root}, for the captions beside them? Else " if captions else ""
-        raise ValueError(f"{root} holds {holds}; {pairs}put them at {root.name}/<class>/<image>.")
+        raise ValueError(f"{root} holds {holds}; {pairs}put them at {root}/<class>/<image>.")
     return {"": classes}
 
 

@@ -18,6 +18,7 @@ from softmoe.storage.settings import flatten
 if TYPE_CHECKING:  # it imports this module
     from softmoe.storage.saved import SavedModel
 
+WEIGHTS = (".npz", ".safetensors")
 _MAX_CLASSES = 20  # names listed on a card
 _MARKS = ("config.json", "open_clip_config.json", "manifest.json", "model/config.json", "checkpoints")
 _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -44,9 +45,11 @@ def models_in(place: Path, wanted: str = "") -> str:
     return f"{place} has {shown}{' and more' if len(names) > 8 else ''}" if names else ""
 
 
-def holds_model(folder: Path) -> bool:
-    """Tell by the names in it if a folder is that of a saved model, ours or others', of a run or of a checkpoint."""
-    return any((folder / name).exists() for name in _MARKS)
+def holds_model(path: Path) -> bool:
+    """Tell by names if this is a file of weights or the folder of a model (ours or others'), run or checkpoint."""
+    if path.is_file():
+        return path.suffix in WEIGHTS
+    return any((path / name).exists() for name in _MARKS)
 
 
 def why_no_model(where: str | Path) -> str | None:
@@ -59,7 +62,7 @@ def why_no_model(where: str | Path) -> str | None:
         return not_saved(path) + (f"; {inside}" if inside else "")
     if "://" in str(where):
         return f"{where} is an address: download the files and give their folder, or give a Hub id such as user/name"
-    if path.suffix in (".npz", ".safetensors"):
+    if path.suffix in WEIGHTS:
         return f"there is no file {where}"
     others = others_there(path)
     if is_id(str(where)) and not others:
@@ -71,7 +74,9 @@ def why_no_model(where: str | Path) -> str | None:
 
 
 def check_run(folder: Path) -> None:
-    """Raise ValueError for a folder that is not a run's, with the runs that are in it."""
+    """Raise ValueError for a folder that is no run's, with the runs that are in it or, if there is none, beside it."""
+    if not folder.exists():
+        raise ValueError(f"there is no folder {folder}; {others_there(folder) or 'expected the folder of a run'}")
     for name in ("config.json", "metrics.jsonl"):
         if not (folder / name).is_file():
             inside = models_in(folder)

@@ -172,7 +172,8 @@ def load_two_tower(
 ) -> TwoTower:
     """Load both towers."""
     if saved.towers is None:
-        raise ValueError(f"{saved.folder} is a model for images alone; train two towers with `softmoe train lit`")
+        how = f"softmoe train lit_small --image {saved.folder} --data pairs:DATA learns texts for it"
+        raise ValueError(f"{saved.folder} is a model for images alone; {how}")
     model = load_whole(saved, device, dtype=dtype, verify=verify)
     assert isinstance(model, TwoTower)
     return model

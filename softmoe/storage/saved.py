@@ -142,6 +142,8 @@ def open_saved(where: str | Path) -> SavedModel:
     for folder in (path, *(follow_link(path / "checkpoints" / name) for name in ("best", "last"))):
         if (folder / "manifest.json").is_file():
             return read_checkpoint_model(folder)
+    if (path / "config.json").is_file():
+        read_json(path / "config.json")  # damaged, it is a ValueError that says where
     raise ValueError(hub.not_saved(path))
 
 

@@ -145,4 +145,4 @@ def test_models_without_texts(tmp_path: Path, capsys: pytest.CaptureFixture):
             Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
         argv[1] = str(tmp_path / "model")
         assert main(argv) == 2
-        assert "train two towers with `softmoe train lit`" in capsys.readouterr().err
+        assert "is a model for images alone; softmoe train lit_small --image" in capsys.readouterr().err

@@ -191,6 +191,14 @@ WRONG = [
     ("train small_data --data photos --freze 0.5", "there is no --freze, did you mean --freeze?"),
     ("train small_data --data photos --wandb", "--wandb takes the name of a Weights & Biases project: --wandb NAME"),
     ("train small_data --data photos -v", "there is no --verbose: a run shows its progress by itself"),
+    ("sweep small_data num_experts=4,0 --data photos --steps 3", "num_experts is from 1 to 1048576, not 0"),
+    ("finetune photos vit.safetensors --mean 0.5", "MODEL comes first: softmoe finetune vit.safetensors photos"),
+    ("report runs/mian", "there is no folder runs/mian; runs has main"),
+    ("train runs", "runs is not the folder of a run: it has no config.json; runs has main"),
+    ("train small_data --data runs/notes", "runs/notes holds no folders of images; put them at runs/notes/<class>/"),
+    ("predict damaged photos", "damaged/config.json is not valid JSON: Expecting value"),
+    ("search saved dog photos", "softmoe train lit_small --image saved --data pairs:DATA learns texts for it"),
+    ("fewshot saved photos --shots 1,5", "--shots cannot be '1,5'; --shots [INT [INT ...]]"),
     ("predict saved photos --out x.csv", "softmoe predict has no --out: --csv FILE writes a table"),
 ]
 
@@ -215,9 +223,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("single/ant", "single/bee"):
         (root / name).mkdir(parents=True)
         (root / name / "0.jpg").write_bytes(b"x")
-    for name in ("empty", "runs/notes"):
+    for name in ("empty", "runs/notes", "damaged"):
         (root / name).mkdir(parents=True)
-    for name in ("empty.safetensors", "weights.pt", "runs/notes/mine.txt", "runs/file"):
+    (root / "damaged" / "config.json").write_text("not JSON")
+    for name in ("empty.safetensors", "vit.safetensors", "weights.pt", "runs/notes/mine.txt", "runs/file"):
         (root / name).touch()
     model = create_model("soft_ti8_2e", num_classes=2, image_size=16, width=16, heads=2, mlp_dim=16, depth=1)
     for name in ("saved", "runs/main"):

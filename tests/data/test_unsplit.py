@@ -196,14 +196,14 @@ def test_classes_with_names_of_splits(photos: Path):
 
 def test_images_without_classes(photos: Path):
     """Images that lie in the folder itself have no class, and the sentence says where to put them."""
-    with pytest.raises(ValueError, match=r"holds images but no class folders; put them at ant/<class>/<image>"):
+    with pytest.raises(ValueError, match=r"holds images but no class folders; put them at .*ant/<class>/<image>"):
         open_source(str(photos / "ant"), "train")
 
 
 def test_captions_without_classes(photos: Path):
     """Where captions lie beside the images, the sentence leads to pairs:PATH."""
     (photos / "ant" / "notes.txt").write_text("x")
-    with pytest.raises(ValueError, match=r"no class folders; put them at ant/<class>/<image>"):
+    with pytest.raises(ValueError, match=r"no class folders; put them at .*ant/<class>/<image>"):
         open_source(str(photos / "ant"), "train")
     (photos / "ant" / "3.txt").write_text("an ant")
     said = f"no class folders; did you mean pairs:{photos / 'ant'}, for the captions beside them?"

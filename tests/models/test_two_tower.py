@@ -139,7 +139,7 @@ def test_methods_of_the_hub(tmp_path, monkeypatch):
 def test_a_model_for_images_has_no_texts(tmp_path):
     """Said in one sentence, with what to do."""
     softmoe.save_pretrained(two_towers().image, tmp_path / "model")
-    with pytest.raises(ValueError, match="is a model for images alone; train two towers with `softmoe train lit`"):
+    with pytest.raises(ValueError, match="is a model for images alone; softmoe train lit_small --image"):
         load_two_tower(open_saved(tmp_path / "model"))
 
 
