@@ -147,7 +147,7 @@ def stored_run(path: Path) -> TrainConfig:
 
         images = f"to train on the images in it: softmoe train small_data --data {shlex.quote(str(path))}"
         raise ValueError(f"{path} is not the folder of a run: it has no config.json; {models_in(path) or images}")
-    folder = path.resolve()
+    folder = path if path.name not in ("", "..") else path.resolve()
     return replace(stored[0], runs=str(folder.parent), run_name=folder.name)
 
 

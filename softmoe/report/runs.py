@@ -223,9 +223,9 @@ def summary_table(runs: list[RunRecord]) -> list[tuple[str, ...]]:
 
 
 def differences(runs: list[RunRecord]) -> list[tuple[str, ...]]:
-    """List the settings in which the runs differ: a line per key, a column per run; a dash where it has no such key."""
+    """List the settings in which the runs differ, their places aside: a line a key, a column a run."""
     settings = [flatten(run.config.to_dict()) for run in runs]
-    keys = dict.fromkeys(key for own in settings for key in own if key != "run_name")
+    keys = dict.fromkeys(key for own in settings for key in own if key not in ("run_name", "runs"))
     lines = [(key, *(own.get(key) for own in settings)) for key in keys]
     return [
         (key, *("-" if value is None else str(value) for value in values))

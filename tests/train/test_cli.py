@@ -40,7 +40,7 @@ def failure(capsys: pytest.CaptureFixture, *argv: str) -> str:
     return " ".join((shown.out + shown.err).replace("│", " ").split())
 
 
-def test_train_continue_and_branch(tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_train_continue_and_branch(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
     """The three forms of RECIPE: a name, the run's folder, one of its checkpoints."""
     assert run(tmp_path, "--schedule.kind", "constant") == 0
     folder = tmp_path / "quickstart"
@@ -48,7 +48,9 @@ def test_train_continue_and_branch(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "val/top1" in out
     assert str(folder / "model") in out
     moved = folder.rename(tmp_path / "moved")
-    assert main(["train", str(moved), "--steps", "3"]) == 0
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "moved", "--steps", "3"]) == 0
+    assert "softmoe predict moved IMAGES" in capsys.readouterr().out
     assert not folder.exists()
     cool = ["train", str(moved / "checkpoints" / "step_00000003"), "--cooldown", "2"]
     assert main([*cool, "--dry-run"]) == 0
