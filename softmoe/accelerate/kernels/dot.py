@@ -29,7 +29,7 @@ def depth() -> int:
     return 32 if precision() == "tf32" else 16
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+def launch(kernel: Any, grid: tuple[Any, ...], *arguments: Any, **constants: Any) -> None:
     """Launch on the device that the first tensor is on, which need not be the current one."""
     with torch.cuda.device_of(next(a for a in arguments if isinstance(a, Tensor))):
         kernel[grid](*arguments, **constants)

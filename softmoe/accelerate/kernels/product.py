@@ -3,6 +3,8 @@
 Letters: N experts, S rows per expert, K inputs, J outputs.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -101,6 +103,6 @@ def _launch(
     )  # fmt: skip
 
 
-def tile_for(rows: int) -> dict[str, int]:
+def tile_for(rows: int) -> dict[str, Any]:
     """Choose a tile with no more rows than there are: with few rows the time is that of reading weights."""
     return {"BLOCK_S": min(64, max(16, triton.next_power_of_2(rows))), "BLOCK_J": 128, "BLOCK_K": depth()}
