@@ -18,6 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 HERE = Path(__file__).parent
+PACKAGE = HERE.parents[1] / "softmoe"
 
 
 def torch_folder() -> Path:
@@ -106,8 +107,9 @@ def pinned(tensor: Any) -> Any:
 
 def place() -> str:
     """The innermost line of the package that is being run."""
-    frames = [f for f in traceback.extract_stack() if "/softmoe/" in f.filename]
-    return f"at {frames[-1].filename.split('/softmoe/')[-1]}:{frames[-1].lineno}" if frames else "outside of softmoe"
+    frames = [f for f in traceback.extract_stack() if Path(f.filename).is_relative_to(PACKAGE)]
+    last = frames[-1] if frames else None
+    return "outside of softmoe" if last is None else f"at {Path(last.filename).relative_to(PACKAGE)}:{last.lineno}"
 
 
 def stand_ins(waits: list[str]) -> dict[str, Any]:

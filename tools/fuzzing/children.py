@@ -21,6 +21,8 @@ from typing import Any
 from fuzzing.cases import Wrong
 from fuzzing.sets import find_set
 
+PACKAGE = Path(__file__).parents[2] / "softmoe"
+
 ADDRESS_SPACE = 6 << 30  # bytes that a child may map beyond what it had when it began
 START_SECONDS = 600  # for imports and the good inputs
 PATIENCE = 300  # seconds by the clock for an input that uses no processor time: it waits, or the machine is busy
@@ -67,7 +69,7 @@ def attempt(tried: Any, case: Any, prepared: Any) -> Outcome:
 
 def judged(error: Exception) -> Outcome:
     said = str(error)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "softmoe/" in f.filename]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(PACKAGE)]
     place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "?"
     if isinstance(error, Wrong):
         return Outcome("wrong", said, f"{place} {said[:40]}")
