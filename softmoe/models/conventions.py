@@ -3,6 +3,7 @@
 Letters: B images, M tokens, D width.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -14,6 +15,7 @@ from softmoe.models.heads import Head
 
 POOLS = {"avg": "mean", "token": "class", "map": "attention"}
 """Our names of pools, by timm's."""
+NO_MATRIX = re.compile(r"(?:^|\.)(?:positions\.\w+|class_token|registers|phi|probe|b1|b2|center|log_width|queries)$")
 
 
 def public(name: str) -> Any:
@@ -38,6 +40,11 @@ class HubInterface(nn.Module):
         return public("from_pretrained")(where, *arguments, **options)
 
 
+def undecayed(model: nn.Module) -> set[str]:
+    """Return the parameters of two axes and more that are no matrices: positions, tokens, slots, experts' biases."""
+    return {name for name, _ in model.named_parameters() if NO_MATRIX.search(name)}
+
+
 class TimmInterface(nn.Module):
     """The methods and properties that timm's training and feature code expects of a vision transformer."""
 
@@ -58,12 +65,18 @@ class TimmInterface(nn.Module):
 
     @property
     def num_features(self) -> int:
-        """The width of the pooled vector, which `forward_head` returns with `pre_logits`."""
-        return self.config.representation_size or self.config.width
+        """The width of the tokens that `forward_features` returns."""
+        return self.config.width
 
     @property
     def head_hidden_size(self) -> int:
-        return self.num_features
+        """The width of the vector that the head gets, which is the output of a model without one."""
+        return self.config.head_width
+
+    @property
+    def in_chans(self) -> int:
+        """The channels of images."""
+        return 3
 
     def get_classifier(self) -> nn.Module:
         return self.head
@@ -71,29 +84,24 @@ class TimmInterface(nn.Module):
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replace the head by a new one for so many classes; 0 removes it."""
         if global_pool is not None and POOLS.get(global_pool, global_pool) != self.config.pool:
-            raise ValueError(f"the pool of a trained model stays {self.config.pool!r}, so it cannot be {global_pool!r}")
+            raise ValueError(
+                f"the pool of a model stays {self.config.pool!r}, so it cannot become {global_pool!r}; "
+                "forward_features returns the tokens that are not pooled yet"
+            )
         if num_classes < 0:
             raise ValueError(f"num_classes must be at least 0, which is no head, got {num_classes}")
         like = next(self.parameters())
         self.config = replace(self.config, num_classes=num_classes or None)
         head = Head(self.config.head_width, num_classes) if num_classes else nn.Identity()
-        self.head = head.to(device=like.device, dtype=like.dtype)
+        self.head = head.to(device=like.device, dtype=like.dtype).train(self.training)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Keep only the input of each block and compute its inside again in the backward pass."""
         self.encoder.recomputed = range(len(self.encoder.blocks) if enable else 0)
 
     def no_weight_decay(self) -> set[str]:
-        """Return the parameters without weight decay beside norms and biases, which timm finds by their one axis.
-
-        The biases of stacked experts have two axes and would be taken for matrices.
-        """
-        ends = (".phi", ".probe", ".b1", ".b2", ".center", ".log_width", ".queries")
-        return {
-            name
-            for name, _ in self.named_parameters()
-            if name.startswith(("positions.", "class_token", "registers")) or name.endswith(ends)
-        }
+        """Return the parameters without weight decay beside norms and biases, which timm finds by their one axis."""
+        return undecayed(self)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return patterns that assign parameters to layers, for layer-wise decay of the learning rate."""
@@ -119,9 +127,10 @@ class TimmInterface(nn.Module):
     ) -> Any:
         """Return (tokens after the last norm, list of the outputs of chosen blocks), or the list alone.
 
-        `indices` are block numbers (negative ones from the end), one number means that many last blocks, None all.
-        Outputs are maps (B, D, rows, columns) with output_fmt NCHW, for segmentation and detection heads, or tokens
-        (B, M, D) with NLC; with `return_prefix_tokens` each comes with its class token and registers.
+        `indices` are block numbers (negative ones from the end), one number means that many last blocks, None all; the
+        outputs come in their order. They are maps (B, D, rows, columns) with output_fmt NCHW, for segmentation and
+        detection heads, or tokens (B, M, D) with NLC. With `return_prefix_tokens` each comes with its class token and
+        registers, if the model has any. `stop_early` leaves out the blocks after the last one asked for.
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt must be NCHW or NLC, got {output_fmt!r}")
@@ -138,7 +147,7 @@ class TimmInterface(nn.Module):
             tokens_BMD = self.encoder.norm(output_BMD) if norm else output_BMD
             cells_BMD = tokens_BMD[:, prefix:]
             value = cells_BMD.transpose(1, 2).unflatten(2, grid) if output_fmt == "NCHW" else cells_BMD
-            return (value, tokens_BMD[:, :prefix]) if return_prefix_tokens else value
+            return (value, tokens_BMD[:, :prefix]) if return_prefix_tokens and prefix else value
 
         found = dict(zip(sorted(set(taken)), map(as_asked, outputs), strict=True))
         intermediates = [found[number] for number in taken]

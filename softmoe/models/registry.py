@@ -41,7 +41,8 @@ _NAME = re.compile(
 )
 _TIMM = {
     "img_size": "image_size",
-    "drop_rate": "dropout",
+    "drop_rate": "head_dropout",
+    "proj_drop_rate": "dropout",
     "attn_drop_rate": "attention_dropout",
     "drop_path_rate": "drop_path",
 }
@@ -62,8 +63,9 @@ def model_config(
 ) -> ViTConfig:
     """Return the configuration of a model by name.
 
-    Overrides are fields of ViTConfig, MoEConfig and the router's config, or timm's img_size, in_chans, drop_rate,
-    attn_drop_rate and drop_path_rate. No classes (None, or timm's 0) is a model without a head.
+    Overrides are fields of ViTConfig, MoEConfig and the router's config, or timm's img_size, in_chans, drop_rate
+    (of the head), proj_drop_rate, attn_drop_rate and drop_path_rate. No classes (None, or timm's 0) is a model
+    without a head.
     """
     match = _NAME.fullmatch(name)
     if match is None or match["router"] not in ("vit", *ROUTERS):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from softmoe.models.config import TextConfig, TwoTowerConfig
-from softmoe.models.conventions import HubInterface, public
+from softmoe.models.conventions import HubInterface, public, undecayed
 from softmoe.models.heads import Projection
 from softmoe.models.vit import VisionTransformer, make_encoder, make_pool
 from softmoe.moe.experts import ACTIVATIONS, normal_
@@ -167,6 +167,9 @@ class TwoTower(HubInterface):
         storage = public("storage")
         saved = storage.open_saved(where if revision is None else storage.hub.download(str(where), revision))
         return storage.load_two_tower(saved, *arguments, **options).eval()
+
+    def no_weight_decay(self) -> set[str]:
+        return undecayed(self)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         self.image.set_grad_checkpointing(enable)

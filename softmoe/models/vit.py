@@ -39,6 +39,7 @@ class VisionTransformer(TimmInterface, HubInterface):
         self.pool = make_pool(config)
         self.pool_norm = nn.LayerNorm(D, eps=config.norm_eps) if config.pool_norm else nn.Identity()
         self.pre_logits = PreLogits(D, config.representation_size) if config.representation_size else nn.Identity()
+        self.head_dropout = nn.Dropout(config.head_dropout)
         self.head = nn.Identity() if config.num_classes is None else Head(config.head_width, config.num_classes)
         self.reset_parameters()
 
@@ -50,7 +51,7 @@ class VisionTransformer(TimmInterface, HubInterface):
             normal_(self.registers, std=0.02)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.forward_vector(images))
+        return self.head(self.head_dropout(self.forward_vector(images)))
 
     def forward_vector(self, images: Tensor) -> Tensor:
         """Return the vector that the head gets, (B, head_width), which few-shot evaluation uses.
@@ -92,7 +93,7 @@ class VisionTransformer(TimmInterface, HubInterface):
         if self.config.head_blocks and not pre_logits:
             raise ValueError("the head of this model sees several blocks, not the last alone: call the model itself")
         vector_BD = self.pooled(x_BMD)
-        return vector_BD if pre_logits else self.head(vector_BD)
+        return vector_BD if pre_logits else self.head(self.head_dropout(vector_BD))
 
     def pooled(self, x_BMD: Tensor) -> Tensor:
         """Return one vector for the tokens of each image."""

@@ -46,6 +46,7 @@ class ModelSection:
     activation: Literal["gelu_tanh", "gelu", "quick_gelu"] | None = None
     dropout: float | None = None
     attention_dropout: float | None = None
+    head_dropout: float | None = None
     drop_path: float | None = None
     """Chance that the last block's branches are left out for an image in training; it grows from 0 at the first."""
     representation_size: int | None = None

@@ -1,9 +1,12 @@
 """timm's habits on our models, and maps for segmentation heads."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from two_towers import two_towers
 
 from softmoe.models import VisionTransformer, create_model
 
@@ -17,8 +20,10 @@ def model(**options) -> VisionTransformer:
 def test_names():
     """Numbers that other people's code asks a model for."""
     made = model()
-    assert (made.num_classes, made.embed_dim, made.num_features) == (5, 16, 16)
-    assert model(representation_size=24).num_features == 24
+    assert (made.num_classes, made.embed_dim, made.num_features, made.head_hidden_size) == (5, 16, 16, 16)
+    narrow = model(representation_size=24, num_classes=0)
+    assert (narrow.num_features, narrow.head_hidden_size) == (16, 24)
+    assert narrow(torch.zeros(1, made.in_chans, 32, 32)).shape == (1, 24)
     assert model(num_classes=None).num_classes == model(num_classes=0).num_classes == 0
     assert model(img_size=48, pretrained=False).config.image_size == 48
     assert made.get_classifier() is made.head
@@ -30,9 +35,12 @@ def test_a_new_head():
     made.reset_classifier(7)
     assert made(images).shape == (2, 7)
     assert made.config.num_classes == made.num_classes == 7
-    made.reset_classifier(0, "avg")
+    made.double().eval().reset_classifier(7)
+    assert made(images.double()).dtype == torch.float64
+    assert not made.head.training
+    made.float().reset_classifier(0, "avg")
     assert made(images).shape == (2, 16)
-    with pytest.raises(ValueError, match="the pool of a trained model stays 'mean', so it cannot be 'token'"):
+    with pytest.raises(ValueError, match="the pool of a model stays 'mean', so it cannot become 'token'; forward_fe"):
         made.reset_classifier(3, "token")
 
 
@@ -47,9 +55,13 @@ def test_intermediate_maps(pool: str):
     (last,) = made.get_intermediate_layers(images, norm=True)
     torch.testing.assert_close(last, tokens[:, int(pool == "class") :])
     both = made.get_intermediate_layers(images, [0, -1], reshape=True, norm=True, return_prefix_tokens=True)
-    torch.testing.assert_close(both[1][0], maps[-1])
-    torch.testing.assert_close(both[0][0], maps[0])
-    assert both[0][1].shape == (2, int(pool == "class"), 16)
+    if pool == "class":
+        (first, prefix), (final, _) = both
+        assert prefix.shape == (2, 1, 16)
+    else:
+        first, final = both  # as in timm, tokens that are not there are not returned
+    torch.testing.assert_close(final, maps[-1])
+    torch.testing.assert_close(first, maps[0])
     early = made.forward_intermediates(images, [0], stop_early=True, norm=True, intermediates_only=True)
     torch.testing.assert_close(early[0], maps[0])
 
@@ -94,10 +106,17 @@ def test_decay_and_layers():
     assert not any(name.endswith((".w1", ".w2", "qkv.weight")) for name in free)
     patterns = made.group_matcher()
     found = [patterns["stem"], *(pattern for pattern, _ in patterns["blocks"])]
-    import re
-
     left = [name for name in names if not any(re.search(pattern, name) for pattern in found)]
     assert set(left) == {"head.weight", "head.bias"}
+
+
+def test_decay_of_two_towers():
+    """What a tower leaves out is left out in both towers too, and matrices are not."""
+    towers = two_towers()
+    free = towers.no_weight_decay()
+    assert {"image.positions.table", "text.positions.table"} <= free
+    assert {name.removeprefix("image.") for name in free if name.startswith("image.")} == towers.image.no_weight_decay()
+    assert not any(name.endswith((".w1", ".w2", ".weight")) for name in free)
 
 
 def test_gradient_checkpointing():
@@ -113,13 +132,25 @@ def test_gradient_checkpointing():
 
 
 def test_names_of_options():
-    """create_model takes timm's in_chans, drop_rate, attn_drop_rate and drop_path_rate."""
-    made = model(in_chans=3, drop_rate=0.1, attn_drop_rate=0.2, drop_path_rate=0.3)
-    assert (made.config.dropout, made.config.attention_dropout, made.config.drop_path) == (0.1, 0.2, 0.3)
+    """create_model takes timm's in_chans, drop_rate, proj_drop_rate, attn_drop_rate and drop_path_rate."""
+    config = model(in_chans=3, drop_rate=0.1, proj_drop_rate=0.2, attn_drop_rate=0.3, drop_path_rate=0.4).config
+    assert (config.head_dropout, config.dropout, config.attention_dropout, config.drop_path) == (0.1, 0.2, 0.3, 0.4)
     with pytest.raises(ValueError, match="images have 3 channels here, not 1"):
         model(in_chans=1)
     with pytest.raises(ValueError, match=r"drop_path must be in \[0, 1\), got 1.0"):
         model(drop_path=1.0)
+
+
+def test_head_dropout():
+    """timm's drop_rate is of the head alone: tokens stay as they are, and the vector loses numbers in training only."""
+    made, images = model(drop_rate=0.5).train(), torch.randn(2, 3, 32, 32)
+    nn.init.ones_(made.head.weight)
+    torch.testing.assert_close(made.forward_features(images), made.forward_features(images))
+    assert not torch.allclose(made(images), made(images))
+    tokens = made.forward_features(images)
+    assert not torch.allclose(made.forward_head(tokens), made.forward_head(tokens))
+    made.eval()
+    torch.testing.assert_close(made(images), made.forward_head(tokens))
 
 
 def test_drop_path():

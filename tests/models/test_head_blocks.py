@@ -33,7 +33,8 @@ def test_the_head_by_hand(options):
     images = torch.randn(2, 3, 32, 32)
     last, blocks = model.forward_intermediates(images, [0, 2], return_prefix_tokens=True, output_fmt="NLC")
     parts = [model.forward_head(last, pre_logits=True)]
-    for cells, prefix in blocks:
+    for found in blocks:
+        cells, prefix = found if isinstance(found, tuple) else (found, None)
         parts += [F.layer_norm(prefix[:, 0], (16,), eps=1e-6)] if model.config.pool == "class" else []
         parts += [F.layer_norm(cells, (16,), eps=1e-6).mean(1)]
     vector = torch.cat(parts, 1)
