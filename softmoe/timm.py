@@ -7,52 +7,58 @@
 Names are ours with `softmoe_` in front (dots of timm's own would mean a set of weights). Nothing is downloaded.
 """
 
-from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
+
+import torch
 
 from softmoe.models import create_model, list_models
 from softmoe.models.conventions import POOLS
 
 PREFIX = "softmoe_"
+FACTS = {
+    "input_size": (3, 224, 224),
+    "mean": (0.5, 0.5, 0.5),
+    "std": (0.5, 0.5, 0.5),
+    "num_classes": 1000,
+    "pool_size": None,
+    "first_conv": "embed.proj",
+    "classifier": "head",
+}
+"""What timm keeps about a model: its data pipeline asks for size, mean and deviation of the images."""
 
 
-def make(
-    name: str,
-    pretrained: bool = False,
-    *,
-    features_only: bool = False,
-    out_indices: int | Sequence[int] | None = None,
-    **options: Any,
-) -> Any:
+def make(name: str, pretrained: bool = False, **options: Any) -> Any:
     """Make the model called `name` from the arguments that timm passes to every model.
 
-    `img_size` is our image_size, `global_pool` our pool, and zero classes mean no head; timm's bookkeeping
-    (pretrained_cfg and the like) is dropped. With `features_only` the model is in timm's wrapper, which returns the
-    feature maps of the blocks `out_indices` (all if None). timm's data pipeline asks the model for the mean and
-    deviation of the pixels.
+    With `features_only` it is in timm's wrapper, which returns the feature maps of the blocks `out_indices`: their
+    numbers, or how many of the last, 3 if not given.
     """
+    from timm.models import build_model_with_cfg  # pyright: ignore[reportMissingImports]
+
     if pretrained:
         raise ValueError(f"there are no weights to download for {name}: load your own with softmoe.from_pretrained")
-    for key in ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"):
-        options.pop(key, None)
-    if "img_size" in options:
-        options["image_size"] = options.pop("img_size")
-    if (pool := options.pop("global_pool", None)) is not None:
-        options["pool"] = POOLS.get(pool, pool)
-    if options.get("num_classes", 1000) == 0 or features_only:
-        options["num_classes"] = None
-    model = create_model(name, **options)
-    size = (3, *model.config.image_shape)
-    model.pretrained_cfg = {"input_size": size, "mean": (0.5,) * 3, "std": (0.5,) * 3}  # pyright: ignore
-    if not features_only:
-        return model
-    from timm.models._features import FeatureGetterNet  # pyright: ignore[reportMissingImports]
+    if options.get("features_only"):
+        options["num_classes"] = 0
+    if (size := options.get("img_size")) is not None:
+        shape = (size, size) if isinstance(size, int) else tuple(size)
+        options["pretrained_cfg_overlay"] = {"input_size": (3, *shape)} | (options.get("pretrained_cfg_overlay") or {})
+    features = {"out_indices": 3, "feature_cls": "getter"}
+    return build_model_with_cfg(partial(build, name), f"{PREFIX}{name}", False, feature_cfg=features, **options)
 
+
+def build(name: str, *, global_pool: str | None = None, device: Any = None, dtype: Any = None, **options: Any) -> Any:
+    """Make one of our models from the arguments of timm's model classes."""
+    if global_pool is not None:
+        options["pool"] = POOLS.get(global_pool, global_pool)
+    with nullcontext() if device is None else torch.device(device):
+        model = create_model(name, **options)
     c = model.config
     model.feature_info = [  # pyright: ignore
         {"num_chs": c.width, "reduction": c.patch_size, "module": f"encoder.blocks.{i}"} for i in range(c.depth)
     ]
-    return FeatureGetterNet(model, out_indices=list(range(c.depth)) if out_indices is None else out_indices)
+    return model.to(dtype=dtype)
 
 
 def register() -> list[str]:
@@ -76,4 +82,5 @@ def entry_point(name: str):
     return create
 
 
+default_cfgs = {f"{PREFIX}{name}": FACTS for name in list_models()}  # timm's registry looks for it under this name
 register()

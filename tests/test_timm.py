@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import itertools
 import sys
 import types
 import warnings
@@ -11,6 +12,7 @@ import torch
 from others import real_timm
 
 from softmoe import list_models
+from softmoe.convert import from_timm
 
 SMALL = {"width": 16, "depth": 3, "mlp_dim": 16, "heads": 2, "img_size": 32}
 
@@ -40,18 +42,6 @@ def test_all_names_are_there(registry):
     assert set(registry) == {f"softmoe_{name}" for name in list_models()}
 
 
-def test_models_are_made_by_timms_convention(registry):
-    """img_size, zero classes for features, and timm's bookkeeping left aside."""
-    options = {"pretrained": False, "pretrained_cfg": None, "pretrained_cfg_overlay": None, "cache_dir": None}
-    small = {"width": 16, "depth": 2, "mlp_dim": 16, "heads": 2, "img_size": 32}
-    model = registry["softmoe_soft_s16_32e"](num_classes=3, **small, **options)
-    assert model(torch.randn(1, 3, 32, 32)).shape == (1, 3)
-    assert model.pretrained_cfg["input_size"] == (3, 32, 32)
-    assert registry["softmoe_vit_s16"](num_classes=0, **small)(torch.randn(1, 3, 32, 32)).shape == (1, 16)
-    with pytest.raises(ValueError, match="no weights to download for vit_s16"):
-        registry["softmoe_vit_s16"](pretrained=True)
-
-
 def test_without_timm_the_extra_is_named(monkeypatch):
     """One sentence, when the module is imported."""
     monkeypatch.setitem(sys.modules, "timm", None)
@@ -74,12 +64,53 @@ def real(monkeypatch):
     sys.modules.pop("softmoe.timm", None)
 
 
+def test_models_are_made_by_timms_convention(real):
+    """img_size, zero classes for features, device and dtype, and what timm keeps about every model of its own."""
+    small = {name: value for name, value in SMALL.items() if name != "img_size"}
+    model = real.create_model("softmoe_soft_s16_32e", num_classes=3, img_size=(32, 48), dtype=torch.float64, **small)
+    assert model(torch.randn(1, 3, 32, 48, dtype=torch.float64)).shape == (1, 3)
+    assert model.pretrained_cfg is model.default_cfg
+    assert model.pretrained_cfg["input_size"] == (3, 32, 48)
+    assert model.pretrained_cfg["architecture"] == "softmoe_soft_s16_32e"
+    names = model.state_dict().keys()
+    assert {f"{model.pretrained_cfg[part]}.weight" for part in ("classifier", "first_conv")} <= names
+    assert real.get_pretrained_cfg("softmoe_soft_s16_32e").input_size == (3, 224, 224)
+    assert real.create_model("softmoe_vit_s16", num_classes=0, **SMALL)(torch.randn(1, 3, 32, 32)).shape == (1, 16)
+    assert all(p.is_meta for p in real.create_model("softmoe_vit_s16", device="meta").parameters())
+    with pytest.raises(ValueError, match="no weights to download for vit_s16"):
+        real.create_model("softmoe_vit_s16", pretrained=True)
+
+
+@pytest.mark.parametrize("prefix", [{}, {"class_token": True, "reg_tokens": 2, "global_pool": "token"}])
+def test_intermediates_are_timms(real, prefix):
+    """With the weights of a model of timm's, every argument of forward_intermediates gives what it gives there."""
+    arguments = {"class_token": False, "global_pool": "avg", "fc_norm": False} | prefix
+    shape = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 4, "num_heads": 2, "num_classes": 3}
+    theirs = real.models.VisionTransformer(**shape, **arguments, no_embed_class=True).double().eval()
+    pixels = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
+    ours = from_timm(theirs.state_dict(), heads=2, image_size=16, pool="class" if prefix else "mean", **pixels).eval()
+    images = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    torch.testing.assert_close(ours(images), theirs(images))
+    for values in itertools.product((None, 2, [0, -2]), *[(False, True)] * 3, ("NCHW", "NLC"), (False, True)):
+        torch.testing.assert_close(
+            ours.forward_intermediates(images, *values), theirs.forward_intermediates(images, *values)
+        )
+    for values in itertools.product((1, [1, 3]), *[(False, True)] * 3):
+        found = ours.get_intermediate_layers(images, *values)
+        torch.testing.assert_close(list(found), theirs.get_intermediate_layers(images, *values))
+    for model in (ours, theirs):
+        model.reset_classifier(0)
+        assert model(images).shape == (2, model.head_hidden_size) == (2, model.num_features)
+    torch.testing.assert_close(ours(images), theirs(images))
+
+
 def test_with_timm_itself(real):
     """What timm's train.py and validate.py pass and ask for: arguments, transforms, groups by layer, a step, maps."""
     name = "softmoe_soft_s16_4e" if "softmoe_soft_s16_4e" in real.list_models() else "softmoe_soft_s16_32e"
     arguments = {"in_chans": 3, "drop_rate": 0.1, "drop_path_rate": 0.1, "global_pool": "avg", "scriptable": False}
     model = real.create_model(name, pretrained=False, num_classes=7, num_experts=4, **arguments, **SMALL)
-    assert (model.num_classes, model.config.drop_path, model.config.pool) == (7, 0.1, "mean")
+    assert (model.num_classes, model.config.pool) == (7, "mean")
+    assert (model.config.head_dropout, model.config.drop_path, model.config.dropout) == (0.1, 0.1, 0.0)
     config = real.data.resolve_data_config({}, model=model)
     assert config["input_size"] == (3, 32, 32)
     assert config["mean"] == config["std"] == (0.5, 0.5, 0.5)
@@ -98,3 +129,4 @@ def test_with_timm_itself(real):
     maps = real.create_model(name, features_only=True, out_indices=(0, 2), num_experts=4, **SMALL)
     assert [found.shape for found in maps(torch.randn(1, 3, 32, 32))] == [(1, 16, 2, 2)] * 2
     assert maps.feature_info.channels() == [16, 16]
+    assert len(real.create_model(name, features_only=True, num_experts=4, **SMALL)(torch.randn(1, 3, 32, 32))) == 3
