@@ -62,6 +62,17 @@ def test_fingerprint_changes_with_data(folder):
     assert open_source(f"folder:{folder}", "train").fingerprint != before
 
 
+def test_uncompressed_images_are_known_by_their_pixels(tmp_path, picture, encoded):
+    """Variants of a set whose files have the same names and sizes are other data, and a copy is the same."""
+    sets = {"plain": 0, "copy": 0, "noisy": 1}
+    for name, seed in sets.items():
+        (tmp_path / name / "train" / "ant").mkdir(parents=True)
+        for k in range(200):
+            (tmp_path / name / "train" / "ant" / f"{k}.ppm").write_bytes(encoded(picture(seed + 1000 * k, 4, 4), "PPM"))
+    plain, copy, noisy = (open_source(f"folder:{tmp_path / name}", "train").fingerprint for name in sets)
+    assert plain == copy != noisy
+
+
 def test_nested_and_hidden_files(folder):
     """Images below a class folder count, hidden files and other endings do not."""
     (folder / "train/n1/images").mkdir()
