@@ -7,20 +7,27 @@ normalized tokens. Here only the logits and the tokens as they came are kept. Th
 option: `keep_logits_only(model)`, or `--keep-logits-only` of a run.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from softmoe.accelerate.guards import swap_class
+from softmoe.accelerate.guards import plain_class
 from softmoe.moe import DenseRouting, PlacedRouter, SoftRouter
 from softmoe.moe.routing import no_autocast, routing_dtype
 from softmoe.moe.soft import EPS, l2_normalize, softmax_over_slots, softmax_over_tokens
 
 
 def keep_logits_only(model: nn.Module) -> int:
-    """Make every Soft router of a model keep its logits alone; returns how many there are."""
-    return sum(swap_class(model, kind.plain_class, kind, again=True) for kind in (FrugalSoftRouter, FrugalPlacedRouter))
+    """Make every Soft router of a model keep its logits alone; returns how many there are.
+
+    A router that is already accelerated stays so; this is then what it does where its kernels do not apply.
+    """
+    routers = [module for module in model.modules() if plain_class(module) in FRUGAL]
+    for router in routers:
+        router.__class__ = frugal_class(type(router))
+    return len(routers)
 
 
 class LogitsRouting(DenseRouting):
@@ -77,6 +84,18 @@ class FrugalSoftRouter(LogitsOnlyMixin, SoftRouter):
 
 class FrugalPlacedRouter(LogitsOnlyMixin, PlacedRouter):
     plain_class = PlacedRouter
+
+
+FRUGAL: dict[type[nn.Module], type[nn.Module]] = {SoftRouter: FrugalSoftRouter, PlacedRouter: FrugalPlacedRouter}
+
+
+@cache
+def frugal_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of a router that keeps its logits alone, made of a plain one or of an accelerated one."""
+    if issubclass(kind, LogitsOnlyMixin):
+        return kind
+    frugal = FRUGAL[getattr(kind, "plain_class", kind)]
+    return frugal if kind in FRUGAL else type(f"Frugal{kind.__name__}", (kind, frugal), {})
 
 
 class _Similarity(torch.autograd.Function):

@@ -13,6 +13,7 @@ import softmoe
 from softmoe import accelerate
 from softmoe.accelerate import fastest, triton_adamw, triton_experts, triton_soft
 from softmoe.accelerate.optimizer import CompactAdamW, Flat, Workspace, in_pieces, update_together
+from softmoe.accelerate.soft import LogitsRouting, keep_logits_only
 from softmoe.moe import Experts, PlacedRouter, SoftRouter
 
 triton = pytest.importorskip("triton", reason="needs triton: pip install 'softmoe-vit[dev]'")
@@ -203,6 +204,21 @@ def test_techniques_change_nothing(as_if_cuda: None) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     accelerate.remove(layer)
     assert (type(layer.router), type(layer.experts)) == (SoftRouter, Experts)
+
+
+def test_kernels_stay_where_logits_alone_are_kept(as_if_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a run, which asks for both: the kernels where they are faster, elsewhere torch, from the logits."""
+    layer, x = softmoe.SoftMoE(16, 4, 2, 24), torch.randn(2, 9, 16)
+    plain = layer(x)
+    accelerate.apply(layer)
+    assert keep_logits_only(layer) == keep_logits_only(layer) == 1
+    assert type(layer.router(x)) is triton_soft.TritonRouting
+    torch.testing.assert_close(layer(x), plain, rtol=1e-4, atol=1e-5)
+    monkeypatch.setattr(fastest, "kernel_is_faster", lambda *_: False)
+    assert type(layer.router(x)) is LogitsRouting
+    torch.testing.assert_close(layer(x), plain)
+    accelerate.remove(layer)
+    assert type(layer.router) is SoftRouter
 
 
 def test_a_placed_router_has_its_places(as_if_cuda: None) -> None:
