@@ -265,9 +265,9 @@ def read_mlp(module: nn.Module, name: str) -> DenseMLP:
     """Recognize the MLP in a module by what it computes for random inputs. ValueError if it has none of our forms."""
     if any(parameter.is_meta for parameter in module.parameters()):
         raise ValueError(f"{name} has no storage (meta device), so it cannot be copied: use init='beside'")
-    exact = deepcopy(module).double().eval()
+    exact = deepcopy(module).cpu().double().eval()  # some devices have no float64
     D = token_width(exact) or 1
-    x = torch.randn(1, 16, D, dtype=torch.float64, device=matrices(exact)[0].device)
+    x = torch.randn(1, 16, D, dtype=torch.float64, device="cpu")
     target = try_module(exact, x)
     best = None
     if isinstance(target, Tensor):

@@ -304,7 +304,7 @@ def distance(dense: VisionTransformer, other: VisionTransformer, images: Tensor,
     return Distance(
         features=relative(features[1], features[0]),
         logits=None if headless else relative(logits[1], logits[0]),
-        same_class=None if headless else float((logits[0].argmax(-1) == logits[1].argmax(-1)).double().mean()),
+        same_class=None if headless else float((logits[0].argmax(-1) == logits[1].argmax(-1)).float().mean()),
         layers=layers,
         router="none" if other.config.moe is None else other.config.moe.router.name,
         kept=other.config.moe is not None and other.config.moe.keep_mlp,
@@ -322,5 +322,5 @@ def keep(seen: dict[int, tuple[Tensor, Tensor]], index: int):
 
 def relative(a: Tensor, b: Tensor) -> float:
     """Return the mean over the images of |a - b| / |b|; 0 / 0 is 0."""
-    difference, length = (t.flatten(1).double().norm(dim=1) for t in (a - b, b))
+    difference, length = (t.flatten(1).cpu().double().norm(dim=1) for t in (a - b, b))  # mps has no float64
     return float((difference / length.clamp(min=torch.finfo(torch.float64).tiny)).mean())

@@ -289,7 +289,7 @@ def find_tokens_first(model: nn.Module, caught: dict[str, list[Tensor]], batch: 
         if axis is None:
             shapes = f"{tuple(x.shape)} for {counts[0]} images and {tuple(y.shape)} for {counts[1]}"
             raise ValueError(f"the inputs of {name} are {shapes}, which does not tell the axis of images: {advice}")
-        some, same = (t.narrow(axis, 0, min(x.shape[axis], y.shape[axis])).double() for t in (x, y))
+        some, same = (t.narrow(axis, 0, min(x.shape[axis], y.shape[axis])).cpu().double() for t in (x, y))
         if (some - same).norm() > MIXED * same.norm():
             why = "the first axis of batches is not that of images, or the model draws at random"
             raise ValueError(f"the inputs of {name} for an image change when it runs alone, so {why}: {advice}")

@@ -6,6 +6,7 @@ from convert.plain import PlainViT, flax_names, timm_names
 
 from softmoe.convert import from_timm, from_vit
 from softmoe.models import VisionTransformer, ViTConfig
+from softmoe.transfer.in_place import upcycle_
 from softmoe.transfer.upcycling import compare_starts, distance, upcycle
 from softmoe.transfer.upcycling_routers import place_directions, refine, spherical_k_means
 
@@ -30,6 +31,24 @@ def tokens(model: VisionTransformer, index: int) -> torch.Tensor:
     model(IMAGES)
     hook.remove()
     return seen[0]
+
+
+class NoDouble(torch.Tensor):
+    """A tensor on a device without float64, such as mps; what is computed from it is one too."""
+
+    def double(self) -> torch.Tensor:
+        raise TypeError("this device has no float64")
+
+    def cpu(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
+def test_devices_without_float64():
+    """Outputs are compared on the processor, where there is float64."""
+    dense, images = dense_model().float(), IMAGES.float().as_subclass(NoDouble)
+    other = upcycle(dense, 4, blocks=(1, 3)).model
+    assert distance(dense, other, images).features == 0.0
+    assert upcycle_(dense, "encoder.blocks.*.mlp", 4, batches=images).moved == 0.0
 
 
 @pytest.mark.parametrize("pool", ["mean", "class", "attention"])
