@@ -186,9 +186,8 @@ def test_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, a
     monkeypatch.setattr(checkpoint, "write_tensors", full)
     kept.save(snapshot(4))
     kept.wait()
-    assert said == [
-        "could not save step 4: [Errno 28] No space left on device; training goes on, the last good one is of step 2"
-    ]
+    what = f"No space left on device: {str(tmp_path / 'step_00000004')!r}"
+    assert said == [f"could not save step 4: [Errno 28] {what}; training goes on, the last good one is of step 2"]
     assert {p.name for p in tmp_path.iterdir()} == {"step_00000002", "last"}
     assert kept.failed_saves == 1
     monkeypatch.undo()
