@@ -52,7 +52,7 @@ def cost_command(argv: list[str]) -> int:
     classes = arguments.classes or None
     configs = {
         name: (open_foreign(with_options(name, arguments.foreign_options)) or open_saved(name)).architecture
-        if Path(name).exists() or "/" in name or "?" in name
+        if name == "demo" or Path(name).exists() or "/" in name or "?" in name
         else model_config(name, num_classes=classes, image_size=image_size)
         for name in arguments.models
     }

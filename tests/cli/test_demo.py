@@ -58,6 +58,10 @@ def test_small_and_as_it_was_trained() -> None:
 
 def test_a_model_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Commands and from_pretrained know it; what it scores is what its card says, within the noise."""
+    assert main(["cost", "demo", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["demo"]["params"] == sum(
+        p.numel() for p in softmoe.from_pretrained("demo").parameters()
+    )
     assert softmoe.from_pretrained("demo").config == open_saved("demo").config
     assert main(["evaluate", "demo", "shapes?size=48", "--examples", "400", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["numbers"]["top1"] == pytest.approx(0.899, abs=0.05)
