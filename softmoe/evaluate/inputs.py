@@ -18,7 +18,7 @@ from softmoe.accelerate.guards import swap_class
 from softmoe.convert.foreign import open_foreign, with_options
 from softmoe.data import Example, Source, Transform, TransformConfig, captions_of
 from softmoe.data.decode import decode, read_image_file
-from softmoe.data.files import IMAGE_SUFFIXES, is_image_name
+from softmoe.data.files import IMAGE_SUFFIXES, is_image_name, report_left_out
 from softmoe.data.source import MinSide, fingerprint
 from softmoe.inference import Storage, open_mapped, prepare
 from softmoe.machine import Precision, choose_device, choose_precision
@@ -302,7 +302,9 @@ def find_images(patterns: Sequence[str]) -> list[Path]:
         if "://" in pattern:
             raise ValueError(f"{pattern} is an address: download it first, and give the file or its folder")
         if path.is_dir():
-            below = [p for p in path.rglob("*") if is_image_name(p.name) and not p.is_dir()]
+            files = [p for p in path.rglob("*") if not p.is_dir()]
+            report_left_out(path, [p.name for p in files])
+            below = [p for p in files if is_image_name(p.name)]
             if not below:
                 raise ValueError(f"the folder {path} holds no images; known endings are {' '.join(IMAGE_SUFFIXES)}")
             found |= dict.fromkeys(sorted(below))

@@ -169,13 +169,17 @@ def test_no_match():
         match_classes(Source(()), None, 4)
 
 
-def test_find_images(tmp_path):
-    """Files, folders with all below but hidden files, and patterns; each once, sorted; missing names stay."""
-    for name in ("b.png", "a.JPG", "sub/c.webp", "notes.txt", "._b.png", "sub/.c.webp"):
+def test_find_images(tmp_path, caplog):
+    """Files, folders with all below but hidden files, and patterns; each once, sorted; missing names stay.
+
+    Of the images of a folder whose format is not read it is said how many there are.
+    """
+    for name in ("b.png", "a.JPG", "sub/c.webp", "notes.txt", "._b.png", "sub/.c.webp", "sub/phone.HEIC"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
     found = find_images([str(tmp_path), str(tmp_path / "*.png"), str(tmp_path / "gone.png")])
     assert [p.relative_to(tmp_path).as_posix() for p in found] == ["a.JPG", "b.png", "sub/c.webp", "gone.png"]
+    assert caplog.messages == [f"Left out of {tmp_path}, since these are not read: 1 .heic; convert them to JPEG"]
     deep = find_images([str(tmp_path / "**" / "*.webp")])
     assert [p.name for p in deep] == ["c.webp"]
     (tmp_path / "empty").mkdir()
