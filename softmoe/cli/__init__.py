@@ -83,7 +83,9 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output (head, less) went away
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
-    except (ValueError, OSError, ImportError) as error:  # also of a torch for which there is no memory
+    except OSError as error:  # also of a torch for which there is no memory
+        return fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
+    except (ValueError, ImportError) as error:
         return fail(str(error))
     except re.error as error:
         return fail(f"{error.pattern!r} is not a pattern: {error}")

@@ -43,12 +43,12 @@ class FileFacts:
 
 
 @contextmanager
-def path_in_errors(path: Path) -> Iterator[None]:
-    """Put the path into an error of the system that names none, as that of a full disk."""
+def path_in_errors(path: Path, beside: Path) -> Iterator[None]:
+    """Put the path into an error of the system that names none, as that of a full disk, or the one written `beside`."""
     try:
         yield
     except OSError as error:
-        if error.errno is not None and error.filename is None:
+        if error.errno is not None and str(error.filename) in ("None", str(beside)):
             error.filename = str(path)
         raise
 
@@ -66,14 +66,15 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     path = Path(os.path.realpath(path))  # a link stays a link
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name[:50]}.{os.getpid()}-{threading.get_ident()}.tmp")
-    try:
-        with path_in_errors(path), beside.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+    with path_in_errors(path, beside):
+        try:
+            with beside.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 
@@ -99,7 +100,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
     """Give an empty hidden folder to fill, which becomes `target` when the block ends and vanishes if it fails."""
     partial = target.with_name(f"{PARTIAL}{target.name}-{os.getpid()}")
     try:
-        with path_in_errors(target):
+        with path_in_errors(target, partial):
             empty_folder(partial)
             yield partial
             put_in_place(partial, target)

@@ -57,8 +57,15 @@ def test_unknown_command(name, hint, capsys):
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("error", [ValueError("no such width"), FileNotFoundError(2, "No such file", "a.txt")])
-def test_a_mistake_is_one_line(error, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("no such width"), "no such width"),
+        (FileNotFoundError(2, "No such file", "a.txt"), "a.txt: No such file"),
+        (OSError("out of memory"), "out of memory"),
+    ],
+)
+def test_a_mistake_is_one_line(error, said, monkeypatch, capsys):
     """What a command raises for the user's mistake is printed as one line, exit code 2, no traceback."""
 
     def fails(argv: list[str]) -> int:
@@ -66,7 +73,7 @@ def test_a_mistake_is_one_line(error, monkeypatch, capsys):
 
     monkeypatch.setitem(sys.modules, "softmoe.cli.cost", types.SimpleNamespace(cost_command=fails))
     assert main(["cost", "vit_s16"]) == 2
-    assert capsys.readouterr().err == f"softmoe: error: {error}\n"
+    assert capsys.readouterr().err == f"softmoe: error: {said}\n"
 
 
 def test_our_own_mistakes_are_not_hidden(monkeypatch):

@@ -75,3 +75,10 @@ def test_a_disk_without_room_from_the_start(make_config, small_disk: Path):
     os.truncate(small_disk / "filler", 1_170_000)  # room for config.json only
     problems = train(make_config(steps=2, runs=str(small_disk))).problems
     assert "step 2 could not be saved; there is no checkpoint. Make room, and the same command starts again" in problems
+
+
+def test_a_disk_that_cannot_be_written(small_disk: Path):
+    """The error names the file that was meant, not the one that is written beside it."""
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(OSError, match=r"Read-only file system: '[^']*disk/page\.html'"):
+        write_bytes(small_disk / "page.html", b"x")
