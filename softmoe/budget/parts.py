@@ -121,7 +121,10 @@ def small_router(moe: MoEConfig) -> Router:
 
 
 class Part(NamedTuple):
+    """What one part of a model costs."""
+
     params: int
+    """Parameters."""
     macs: int
     """Multiply-accumulates of one image's forward pass, in matrix products and convolutions."""
 

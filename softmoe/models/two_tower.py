@@ -105,10 +105,13 @@ class Embeddings(NamedTuple):
     """The inputs of a contrastive loss, whose logits are image @ text.T * scale + bias."""
 
     image: Tensor | None
-    """(B, E), rows of length 1, like `text`."""
+    """(B, E), rows of length 1; None if no images were given."""
     text: Tensor | None
+    """The same of the texts."""
     scale: Tensor
+    """The learned factor of the cosines, one number."""
     bias: Tensor | None
+    """The learned bias of the logits, one number; None in a model without one."""
 
 
 class TwoTower(HubInterface):
