@@ -79,6 +79,18 @@ def test_start_at_another_size(pool, size, tmp_path):
     assert not new.head.weight.any()
 
 
+def test_no_weight_is_dropped(tmp_path):
+    """A model that lacks a part of the saved one is refused; a part that starts as nothing may be added."""
+    plain, framed = (replace(SHAPE, moe=moe_of("placed", 3, blocks=(1,), frame=frame)) for frame in (False, True))
+    saved_model(tmp_path / "framed", framed)
+    with pytest.raises(ValueError, match=r"lacks \(encoder\.blocks\.1\.mlp\.router\.frame\.\w+\): give it the same"):
+        start_from(VisionTransformer(plain), tmp_path / "framed")
+    old, new = saved_model(tmp_path / "plain", plain).eval(), VisionTransformer(framed).eval()
+    start_from(new, tmp_path / "plain")
+    images = torch.randn(2, 3, 16, 16)
+    torch.testing.assert_close(new.forward_features(images), old.forward_features(images))
+
+
 def test_the_head_is_kept_on_request(tmp_path):
     """new_head=False copies it, and needs the same number of classes."""
     old = saved_model(tmp_path / "old")
