@@ -9,7 +9,7 @@
     characters?fonts=/a/folder                     the fonts of a folder
 
 Example `index` of a split is a pure function of (seed, split, index) and the fonts; the scene does not change with the
-size. A model that is small for so many classes is bound by what it can know, as the paper's models on JFT are.
+size. Thousands of classes in endless pictures are what the paper's models have in JFT, at a size for one core.
 
 Coordinates of scenes: the picture is [-1, 1] x [-1, 1] with y up; radii, half the longer side of a character, are in
 the same units, so a scene does not depend on the number of pixels.

@@ -11,9 +11,9 @@ with all slots. As in the paper there are as many experts as tokens, with one sl
 `quickstart`. In the paper soft is first, identity and uniform are last.
 
 Time: 38 s of one core of an AMD EPYC (AVX-512).
-Measured: identity 87.0 %, dense (with 2,503 steps) 77.3 %, soft 76.8 %, soft_uniform 76.2 %, uniform_soft 65.3 %, one
-expert 65.1 %, uniform 64.7 % (2026-11-17, mean of three seeds; soft above uniform_soft by 11.6 ± 9.8 points). Where a
-character fills the picture, a place is what counts: the router `placed` has 88.7 %.
+Measured: identity 87.0 %, dense (with 2,503 steps) 76.8 %, soft_uniform 76.4 %, soft 76.3 %, uniform_soft 65.4 %,
+uniform 65.3 %, one expert 64.5 % (2026-11-18, mean of three seeds; soft above uniform_soft by 10.9 ± 10.8 points).
+Where a character fills the picture, a place is what counts: the router `placed` of `quickstart` has 92.7 %.
 On Tiny-ImageNet-100 `softmoe study ablations` has identity first (docs/reproduction.md).
 """
 

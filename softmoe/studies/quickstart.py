@@ -70,8 +70,8 @@ def run_demo(demo: Demo) -> tuple[list[Shown], Path]:
 
 TITLE = "A small Soft MoE, its controls and its dense twin"
 LEAD = (
-    "A thousand characters, drawn from fonts without end; a model too narrow to know them all. Every model sees the "
-    "same pictures in the same order. Those with slots have as many slots as tokens, so a step costs what a dense one "
+    "A thousand characters, drawn from fonts without end; a narrow model and few steps. Every model sees the same "
+    "pictures in the same order. Those with slots have as many slots as tokens, so a step costs what a dense one "
     "costs; the dense model has a quarter more steps, so a fifth more FLOPs than the others, and the learning rate "
     "that was its best of three, twice theirs. Identity has an expert for each place and mixes nothing. More controls, "
     "seeds and intervals: softmoe study controls --recipe quickstart."

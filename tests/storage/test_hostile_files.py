@@ -13,6 +13,7 @@ from softmoe.data import Tokenizer
 from softmoe.storage import Snapshot, files, open_saved, write_checkpoint
 from softmoe.storage.checkpoint import copy_tensors
 from softmoe.storage.files import MAX_JSON_BYTES, printable, read_bytes, read_json
+from softmoe.storage.settings import check_keys
 from softmoe.storage.weights import HEADER_BYTES, WeightFiles
 from softmoe.train.folder import RunFolder
 from softmoe.train.log import scan_metrics
@@ -87,12 +88,12 @@ def test_the_work_grows_with_the_keys_and_not_their_square(monkeypatch):
     """A table of a million names, one of them twice or unknown, is looked through once; long names are cut."""
     monkeypatch.setattr(CountedWord, "compared", 0)
     words = [CountedWord(f"k{i}") for i in range(2000)]
-    files.check_keys(dict.fromkeys(words), words, "")
+    check_keys(dict.fromkeys(words), words, "")
     with pytest.raises(ValueError, match="'k1999' is there twice"):
         files._unique([(word, 0) for word in (*words, words[-1])])
     assert CountedWord.compared < 100
     with pytest.raises(ValueError, match="unknown key 'kkk") as caught:
-        files.check_keys({"k" * 1_000_000: 1}, ["kind"], "")
+        check_keys({"k" * 1_000_000: 1}, ["kind"], "")
     assert len(str(caught.value)) < 200
 
 

@@ -194,6 +194,6 @@ def test_bad_config(saved, change, words):
 
 
 def test_config_is_not_json(saved):
-    """A config.json that is no JSON at all makes the folder no saved model."""
+    """A config.json that was cut is said to be no JSON, by its path."""
     (saved / "config.json").write_text('{"format": "softmoe"')
-    refused(saved, "is not a saved model")
+    refused(saved, "config.json is not valid JSON")
