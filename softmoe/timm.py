@@ -26,7 +26,7 @@ FACTS = {
     "first_conv": "embed.proj",
     "classifier": "head",
 }
-"""What timm keeps about a model: its data pipeline asks for size, mean and deviation of the images."""
+"""The facts that timm keeps about a model: its data pipeline asks for size, mean and deviation of the images."""
 
 
 def make(name: str, pretrained: bool = False, **options: Any) -> Any:

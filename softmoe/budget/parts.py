@@ -121,7 +121,7 @@ def small_router(moe: MoEConfig) -> Router:
 
 
 class Part(NamedTuple):
-    """What one part of a model costs."""
+    """The cost of one part of a model."""
 
     params: int
     """Parameters."""

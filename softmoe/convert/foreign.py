@@ -27,7 +27,7 @@ from softmoe.models.config import check_same_function
 from softmoe.models.conventions import POOLS
 from softmoe.paths import home_path
 from softmoe.storage import Preprocessing, SavedModel, hub, load_saved, open_saved
-from softmoe.storage.adapters import dense_name, inherited
+from softmoe.storage.adapters import inherited
 from softmoe.storage.files import check_names, first_line, read_json, sha256
 from softmoe.storage.saved import is_saved
 
@@ -340,15 +340,10 @@ def starting_weights(model: VisionTransformer, weights: str | Path, *, new_head:
     """
     source = from_pretrained(weights)
     check_same_function(source.config, model.config, str(weights))
-    used = {name for own in model.state_dict() for name in (own, dense_name(own))}
-    if unused := [name for name in source.state_dict() if name not in used and not name.startswith("head.")]:
-        raise ValueError(f"{weights} has weights that this run's model lacks ({unused[0]}): give it the same options")
-    state = model.state_dict() | inherited(model, source)
-    if new_head:
-        return state
-    if source.config.num_classes != model.config.num_classes:
+    if not new_head and source.config.num_classes != model.config.num_classes:
         raise ValueError(
             f"the head of {weights} has {source.config.num_classes or 'no'} classes, the data has "
             f"{model.config.num_classes or 'none'}: start with a new head (model.new_head)"
         )
-    return state | {name: value for name, value in source.state_dict().items() if name.startswith("head.")}
+    head = {} if new_head else {name: t for name, t in source.state_dict().items() if name.startswith("head.")}
+    return model.state_dict() | inherited(model, source) | head

@@ -168,10 +168,10 @@ class ViTConfig:
     activation: str = "gelu_tanh"
     """gelu_tanh, as in the paper's code; for weights from elsewhere gelu, the exact one, or quick_gelu, CLIP's."""
     dropout: float = 0.0
-    """Of the embedded patches and in every block: of what attention and MLP add, and of the MLP's hidden layer."""
+    """The dropout of embedded patches, of what attention and MLP add in every block, and of MLPs' hidden layers."""
     attention_dropout: float = 0.0
     head_dropout: float = 0.0
-    """Of the vector that the head gets."""
+    """The dropout of the vector that the head gets."""
     drop_path: float = 0.0
     """Stochastic depth: the chance that the last block's branches are skipped in training; 0 at the first block."""
     representation_size: int | None = None

@@ -107,7 +107,7 @@ class Embeddings(NamedTuple):
     image: Tensor | None
     """(B, E), rows of length 1; None if no images were given."""
     text: Tensor | None
-    """The same of the texts."""
+    """(B, E), rows of length 1; None if no texts were given."""
     scale: Tensor
     """The learned factor of the cosines, one number."""
     bias: Tensor | None

@@ -34,13 +34,17 @@ def dense_name(name: str) -> str:
 def inherited(model: VisionTransformer, base: VisionTransformer) -> dict[str, Tensor]:
     """Return the weights that `model` takes over from `base`, by its own names: all but the head that both have.
 
-    Positions are resampled to the model's grid. `model` may be on the meta device.
+    Positions are resampled to the model's grid. `model` may be on the meta device. What it would drop is refused.
     """
-    old, found = base.state_dict(), {}
+    old, found = {name: value for name, value in base.state_dict().items() if not name.startswith("head.")}, {}
+    dropped = set(old)
     for name in model.state_dict():
         theirs = name if name in old else dense_name(name)
-        if theirs in old and not name.startswith("head."):
+        if theirs in old:
             found[name] = old[theirs]
+            dropped.discard(theirs)
+    if dropped:
+        raise ValueError(f"the saved model has weights that this one lacks ({min(dropped)}): give it the same options")
     if isinstance(model.positions, LearnedPositions) and isinstance(base.positions, LearnedPositions):
         found["positions.table"] = base.positions(model.positions.grid)
     return found
