@@ -16,9 +16,10 @@ the object is and whatever its size:
     weights  = softmax over tokens of SHARPNESS * (normalize(token) @ direction)     direction is learned, from 0 on
     middle   = weighted mean of the places of the tokens
     spread   = weighted mean of |place - middle|^2, as a share of that of the whole image
-    place in the frame = 1/2 + (place - middle) / sqrt(spread)
+    size     = sqrt((spread + LEAST_SPREAD) / (1 + LEAST_SPREAD))
+    place in the frame = 1/2 + (place - middle) / size
 
-A direction of 0 weighs all tokens alike: the frame starts as the image itself.
+A direction of 0 weighs all tokens alike: the frame starts as the image itself. Its size is never below a fifth.
 """
 
 import math
@@ -32,7 +33,7 @@ from softmoe.moe.soft import EPS, DenseRouting, SoftConfig, SoftRouter, l2_norma
 
 Grid = tuple[int, int]
 SHARPNESS = 4.0  # lets the direction of a frame learn at the rate of the slot vectors
-LEAST_SPREAD = 0.05  # added to the spread of a frame, so that one token alone is no frame of size zero
+LEAST_SPREAD = 0.05  # one token alone has no spread, and would be a frame of size zero
 
 
 @dataclass(frozen=True)
@@ -140,8 +141,9 @@ class Frame(nn.Module):
             middle_B12 = (weights_BM @ place_M2).unsqueeze(1)
             apart_BM = (place_M2 - middle_B12).square().sum(-1)
             whole = (place_M2 - 0.5).square().sum(-1).mean().clamp(min=EPS)  # one cell alone has no spread
-            spread_B = ((weights_BM * apart_BM).sum(1) / whole + LEAST_SPREAD) / (1 + LEAST_SPREAD)
-            return 0.5 + (place_M2 - middle_B12) * spread_B.rsqrt()[:, None, None]
+            spread_B = (weights_BM * apart_BM).sum(1) / whole
+            squared_size_B = (spread_B + LEAST_SPREAD) / (1 + LEAST_SPREAD)
+            return 0.5 + (place_M2 - middle_B12) * squared_size_B.rsqrt()[:, None, None]
 
 
 def grid_places(grid: Grid, x_BMD: Tensor) -> tuple[Tensor, int]:

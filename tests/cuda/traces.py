@@ -33,8 +33,7 @@ TEXT = {"text.size": "ti", "text.vocab_size": 300, "text.width": 16, "text.depth
 
 
 def steps(changes: dict[str, Any], count: int = 3, compiled: bool = False, **more: Any) -> list[str]:
-    """The waits of some training steps, the last of which keeps its routings for a line of metrics. Making the run is
-    left out."""
+    """Return the waits of some training steps, whose last keeps its routings for metrics; making a run is left out."""
     import torch
 
     with tempfile.TemporaryDirectory() as folder, fake_cuda() as waits:

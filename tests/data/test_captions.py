@@ -73,7 +73,7 @@ def test_images_without_captions_count_as_broken(shard):
 
 
 def test_captions_without_text_are_not_drawn():
-    """Of an image with good and empty captions the good ones alone are left, read one by one or all at once."""
+    """An image with good and empty captions keeps the good ones alone, read one by one or all at once."""
 
     class Mixed(Source):
         classes, multi_label, fingerprint = (), False, "mixed"

@@ -111,7 +111,7 @@ def test_decay_and_layers():
 
 
 def test_decay_of_two_towers():
-    """What a tower leaves out is left out in both towers too, and matrices are not."""
+    """Two towers leave out of weight decay what each tower leaves out, and no matrices."""
     towers = two_towers()
     free = towers.no_weight_decay()
     assert {"image.positions.table", "text.positions.table"} <= free

@@ -106,7 +106,7 @@ def test_a_kill_while_a_checkpoint_is_replaced_loses_nothing(tmp_path: Path):
 
 
 def test_a_kill_while_a_checkpoint_is_removed_does_not_bring_it_back(tmp_path: Path):
-    """What is being removed may be half gone, so the next run removes the rest of it."""
+    """A checkpoint whose removal was killed may be half gone: the next run removes the rest of it."""
     path = write_checkpoint(tmp_path, snapshot(2))
     killed(
         "shutil.rmtree = lambda path, **how: os._exit(9) if path.exists() else None",
