@@ -123,11 +123,11 @@ def without_defaults(config: Any) -> dict[str, Any]:
 def open_saved(where: str | Path) -> SavedModel:
     """Open the saved model at `where`: its folder, a run's folder, a checkpoint, or a Hub id (user/name).
 
-    Of a run: its exported model/ if there is one, else the best checkpoint, else the last. `demo`, where there is no
-    folder of that name, is the small model that comes inside the package.
+    Of a run: its exported model/ if there is one, else the best checkpoint, else the last. `demo`, where no folder
+    of that name holds a model, is the small one that comes inside the package.
     """
     path = follow_link(home_path(where))
-    if str(where) == "demo" and not path.exists():
+    if str(where) == "demo" and not hub.holds_model(path):
         return read_saved(DEMO)
     if path.is_file():
         how = "softmoe finetune and upcycle make one of others' weights, softmoe.from_pretrained opens them"

@@ -21,6 +21,7 @@ from softmoe.paths import unused_path
 from softmoe.recipes import quickstart, quickstart_dense
 from softmoe.report import RunRecord, load_run, write_report
 from softmoe.report.runs import comparison, save_png
+from softmoe.storage.saved import DEMO
 from softmoe.studies import Demo, Quickstart
 from softmoe.studies.catalog.controls import CLAIMS, METHODS, draw_gains
 from softmoe.studies.driver import Store, execute, outcome_text
@@ -49,7 +50,7 @@ def run_demo(demo: Demo) -> tuple[list[Shown], Path]:
     folder, pictures = demo.out or unused_path(Path("softmoe_demo")), demo.pictures
     if not 1 <= pictures <= MOST_PICTURES:
         raise ValueError(f"the number of pictures is from 1 to {MOST_PICTURES}, got {pictures}")
-    loaded = load("demo", device="cpu")
+    loaded = load(DEMO, device="cpu")
     source = random_subset(open_source(DEMO_DATA, "val"), pictures, seed=1)
     truth: dict[Path, str] = {}
     (folder / "pictures").mkdir(parents=True, exist_ok=True)
@@ -58,7 +59,7 @@ def run_demo(demo: Demo) -> tuple[list[Shown], Path]:
         path = folder / "pictures" / f"{index + 1}.png"
         Image.fromarray(example.image).save(path)
         truth[path] = source.classes[example.labels[0]]
-    predictions, _ = predict("demo", list(truth), device="cpu")
+    predictions, _ = predict(DEMO, list(truth), device="cpu")
     shown = [Shown(Path(p.name), truth[Path(p.name)], *p.top[0]) for p in predictions]
     statistics = random_subset(open_source(DEMO_DATA, "val"), DEMO_EXAMPLES)
     inside = inspect_source(

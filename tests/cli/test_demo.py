@@ -45,6 +45,14 @@ def test_a_second_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert first() == before
 
 
+def test_a_folder_of_that_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """The model inside the package is shown into, and taken beside, a folder that is called demo and holds no model."""
+    for out in ("demo", "beside"):
+        assert main(["demo", "--out", out, "--pictures", "3"]) == 0
+        assert "3 of 3 right" in capsys.readouterr().out
+    assert main(["predict", "demo", "demo/pictures/1.png"]) == 0
+
+
 def test_small_and_as_it_was_trained() -> None:
     """Below a megabyte with its settings, by the recipe of its name, with the hash that its settings state."""
     saved = open_saved("demo")
