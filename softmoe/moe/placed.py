@@ -77,14 +77,18 @@ class PlacedRouter(SoftRouter):
     def forward(self, x_BMD: Tensor, mask: Tensor | None = None, grid: Grid | None = None) -> DenseRouting:
         logits_BMNP = self.logits(x_BMD, mask)
         if grid is not None:
-            place_M2, prefix = grid_places(grid, x_BMD)
-            if self.frame is None:
-                bias_BMNP = self.place(place_M2, prefix)
-            else:
-                real_BM = None if mask is None else mask[:, prefix:]
-                bias_BMNP = self.place(self.frame(place_M2, x_BMD[:, prefix:], real_BM), prefix)
-            logits_BMNP = logits_BMNP + bias_BMNP.to(logits_BMNP.dtype)
+            logits_BMNP = self.with_places(logits_BMNP, x_BMD, mask, grid)
         return self.routing(logits_BMNP, mask)
+
+    def with_places(self, logits_BMNP: Tensor, x_BMD: Tensor, mask: Tensor | None, grid: Grid) -> Tensor:
+        """Return the logits less the squared distances of tokens from the centers of slots, in widths of the slots."""
+        place_M2, prefix = grid_places(grid, x_BMD)
+        if self.frame is None:
+            bias_BMNP = self.place(place_M2, prefix)
+        else:
+            real_BM = None if mask is None else mask[:, prefix:]
+            bias_BMNP = self.place(self.frame(place_M2, x_BMD[:, prefix:], real_BM), prefix)
+        return logits_BMNP + bias_BMNP.to(logits_BMNP.dtype)
 
 
 class Place(nn.Module):
@@ -113,8 +117,7 @@ class Place(nn.Module):
         `prefix` tokens before them has none and weighs in every slot as much as the placed ones do on average.
         """
         center_NP2, log_width_NP = (p.to(routing_dtype(p.dtype)) for p in (self.center, self.log_width))
-        apart_MNP = (place_M2.to(center_NP2.dtype)[..., None, None, :] - center_NP2).square().sum(-1)
-        bias_MNP = -apart_MNP * torch.exp(-2 * log_width_NP)
+        bias_MNP = -slot_distances(place_M2.to(center_NP2.dtype), center_NP2, log_width_NP)
         if not prefix:
             return bias_MNP
         mean_1NP = bias_MNP.logsumexp(-3, keepdim=True) - math.log(place_M2.shape[-2])
@@ -133,17 +136,27 @@ class Frame(nn.Module):
         nn.init.zeros_(self.direction)
 
     def forward(self, place_M2: Tensor, x_BMD: Tensor, mask: Tensor | None) -> Tensor:
-        with no_autocast(x_BMD):
-            tokens_BMD = l2_normalize(x_BMD.to(routing_dtype(x_BMD.dtype)), dim=-1)
-            logits_BM = SHARPNESS * (tokens_BMD @ self.direction.to(tokens_BMD.dtype))
-            weights_BM = softmax_over_tokens(logits_BM[:, :, None, None], mask).flatten(1)
-            place_M2 = place_M2.to(weights_BM.dtype)
-            middle_B12 = (weights_BM @ place_M2).unsqueeze(1)
-            apart_BM = (place_M2 - middle_B12).square().sum(-1)
-            whole = (place_M2 - 0.5).square().sum(-1).mean().clamp(min=EPS)  # one cell alone has no spread
-            spread_B = (weights_BM * apart_BM).sum(1) / whole
-            squared_size_B = (spread_B + LEAST_SPREAD) / (1 + LEAST_SPREAD)
-            return 0.5 + (place_M2 - middle_B12) * squared_size_B.rsqrt()[:, None, None]
+        return places_in_frame(place_M2, x_BMD, self.direction, mask)
+
+
+def places_in_frame(place_M2: Tensor, x_BMD: Tensor, direction_D: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the places (B, cells, 2) of tokens in the frame of each image, from those in the image itself."""
+    with no_autocast(x_BMD):
+        tokens_BMD = l2_normalize(x_BMD.to(routing_dtype(x_BMD.dtype)), dim=-1)
+        logits_BM = SHARPNESS * (tokens_BMD @ direction_D.to(tokens_BMD.dtype))
+        weights_BM = softmax_over_tokens(logits_BM[:, :, None, None], mask).flatten(1)
+        place_M2 = place_M2.to(weights_BM.dtype)
+        middle_B12 = (weights_BM @ place_M2).unsqueeze(1)
+        apart_BM = (place_M2 - middle_B12).square().sum(-1)
+        whole = (place_M2 - 0.5).square().sum(-1).mean().clamp(min=EPS)  # one cell alone has no spread
+        spread_B = (weights_BM * apart_BM).sum(1) / whole
+        squared_size_B = (spread_B + LEAST_SPREAD) / (1 + LEAST_SPREAD)
+        return 0.5 + (place_M2 - middle_B12) * squared_size_B.rsqrt()[:, None, None]
+
+
+def slot_distances(place_M2: Tensor, center_NP2: Tensor, log_width_NP: Tensor) -> Tensor:
+    """Return the squared distances (M, N, P) from places to the centers of slots, in squared widths of the slots."""
+    return (place_M2[..., None, None, :] - center_NP2).square().sum(-1) * torch.exp(-2 * log_width_NP)
 
 
 def grid_places(grid: Grid, x_BMD: Tensor) -> tuple[Tensor, int]:

@@ -19,13 +19,12 @@ import math
 import re
 from collections.abc import Callable, Set
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from softmoe.parallel.reduce import is_spread, local, local_shard, whole
 from softmoe.train.config import OptimSection, ScheduleSection
+from softmoe.train.muon import Muon
 
 BLOCK = re.compile(r"^encoder\.blocks\.(\d+)\.")
 BELOW = re.compile(r"^(embed|positions|pre_norm)\.|^(class_token|registers)$")  # what comes before the first block
@@ -37,11 +36,7 @@ BESIDE = re.compile(r"^(.*\.mlp)\.(router|experts|mlp)\.")
 MATRIX = re.compile(
     r"(^|\.)encoder\.blocks\.\d+\.((attention|mlp|mlp\.mlp)\.(qkv|out|fc1|fc2)\.weight|mlp\.experts\.w[12])$"
 )
-QKV = re.compile(r"\.qkv\.weight$")  # query, key and value: three matrices in one
 ADAPTERS = ((r"^head\.|\.mlp\.(router|experts)\.", 1.0), (r"", 0.0))
-NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315
-"""The coefficients of x, x^3 and x^5 by which Muon's authors bring small singular values up fastest."""
-MOMENTUM = 0.95
 Schedule = Callable[[int], float]
 
 
@@ -73,96 +68,6 @@ def make_sgd(groups: list[dict], momentum: float) -> torch.optim.Optimizer:
         for parameter in (p for group in groups for p in group["params"]):
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
-
-
-class Muon(torch.optim.Optimizer):
-    """Muon for the matrices of attention, MLPs and experts, AdamW for all other parameters.
-
-    Muon steps along the momentum with all its singular values made about 1, so that no direction is left behind. The
-    step has 0.2 sqrt(longer side) times that size, about that of an AdamW step: one learning rate serves both. Query,
-    key and value, and each expert's matrix, are matrices of their own. A step costs about 50 D^3 operations for a
-    matrix of D times 4 D, however few rows it saw: as much as training it on 2 D rows.
-    Where a matrix is spread over processes each gathers the whole direction.
-    """
-
-    def __init__(self, groups: list[dict], betas: tuple[float, float], eps: float):
-        super().__init__(groups, {"lr": 0.0, "muon": False, "betas": betas, "eps": eps})
-        self.others = self.adamw_of_others()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # a copy, or a loaded state, has groups of its own
-        self.others = self.adamw_of_others()
-
-    def adamw_of_others(self) -> torch.optim.AdamW | None:
-        """Make AdamW for the groups without Muon, with this optimizer's own groups and state."""
-        others = [group for group in self.param_groups if not group["muon"]]
-        adamw = torch.optim.AdamW(others, fused=True) if others else None
-        if adamw is not None:
-            adamw.state = self.state
-        return adamw
-
-    @torch.no_grad()
-    def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        skip = getattr(self, "found_inf", None)  # 1 on a GPU: leave everything as it is
-        if self.others is not None:
-            self.others.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
-            self.others.step()
-        for group in self.param_groups:
-            for name, parameter in zip(group["names"], group["params"], strict=True) if group["muon"] else ():
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(parameter)
-                momentum = MOMENTUM * state["momentum_buffer"] + parameter.grad
-                update = own_update(parameter.grad + MOMENTUM * momentum, 3 if QKV.search(name) else 1)
-                weight = (1 - group["lr"] * group["weight_decay"]) * local(parameter) - group["lr"] * update
-                for old, new in ((local(state["momentum_buffer"]), local(momentum)), (local(parameter), weight)):
-                    old.copy_(new if skip is None else torch.where(skip.bool(), old, new))
-
-
-def own_update(direction: Tensor, parts: int) -> Tensor:
-    """Return this process's part of the step along a direction; whole experts of its own need nothing of the others."""
-    if (
-        is_spread(direction)
-        and direction.ndim == 3
-        and not any(p.is_shard(1) or p.is_shard(2) for p in direction.placements)
-    ):
-        return orthogonal_update(local(direction), parts)
-    return local(local_shard(orthogonal_update(whole(direction), parts), direction))
-
-
-def orthogonal_update(direction: Tensor, parts: int = 1) -> Tensor:
-    """Return the step of Muon along a direction: experts, and so many parts of one matrix (its rows), one by one."""
-    matrices = direction if parts == 1 else direction.unflatten(0, (parts, -1))
-    size = 0.2 * math.sqrt(max(matrices.shape[-2:]))
-    return (size * orthogonalized(matrices)).view_as(direction)
-
-
-def orthogonalized(x: Tensor) -> Tensor:
-    """Bring the singular values of matrices (..., rows, columns) near 1, by five steps of Newton and Schulz.
-
-    A step is x <- q x with a polynomial q of x x^T. All five are products of the short sides' squares, and x is read
-    twice: half of the arithmetic of doing them one by one on the long side.
-    """
-    if x.shape[-2] > x.shape[-1]:
-        return orthogonalized(x.mT).mT
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    gram = x @ x.mT
-    steps = step = newton_schulz(gram)
-    for _ in range(4):
-        gram = step @ gram @ step
-        step = newton_schulz(gram)
-        steps = step @ steps
-    return steps @ x
-
-
-def newton_schulz(gram: Tensor) -> Tensor:
-    """Return the matrix q of one step x <- q x, from x x^T."""
-    a, b, c = NEWTON_SCHULZ
-    step = b * gram + c * gram @ gram
-    step.diagonal(dim1=-2, dim2=-1).add_(a)
-    return step
 
 
 def parameter_groups(

@@ -11,8 +11,10 @@ from softmoe.accelerate.guards import skipped_where
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
 from softmoe.parallel import clip_by_global_norm
 from softmoe.storage.checkpoint import optimizer_tensors
+from softmoe.train import muon
 from softmoe.train.config import OptimSection
-from softmoe.train.optim import make_optimizer, orthogonalized, parameter_groups, set_learning_rate
+from softmoe.train.muon import orthogonalized
+from softmoe.train.optim import make_optimizer, parameter_groups, set_learning_rate
 
 DECAYS = OptimSection(head_decay=3.0, kernel_decay=0.03, scale_decay=0.5)
 
@@ -206,6 +208,21 @@ def test_muon_takes_an_mlp_of_three_widths_whole():
     optimizer.step()
     expected = before - 0.1 * by_singular_values(1.95 * gradient)
     torch.testing.assert_close(weight.detach(), expected, rtol=1e-9, atol=1e-10)
+
+
+def test_muon_takes_many_matrices_at_once_or_few(monkeypatch):
+    """How many parameters are stepped together, all, two or one, changes nothing but rounding."""
+    results = []
+    for most in (1 << 22, 200, 1):
+        monkeypatch.setattr(muon, "BATCH", most)
+        model, _ = muon_twins()
+        optimizer = make_optimizer(model, replace(DECAYS, name="muon"))
+        for lr in (0.1, 0.2):
+            set_learning_rate(optimizer, lr)
+            optimizer.step()
+        results.append(list(model.parameters()))
+    for others in results[1:]:
+        torch.testing.assert_close(results[0], others, rtol=1e-12, atol=1e-13)
 
 
 def test_muon_makes_singular_values_alike():
