@@ -5,7 +5,7 @@ Names are loaded when first used: whoever writes a file needs no model.
 
 from typing import TYPE_CHECKING
 
-from softmoe.machine import lazy_names
+from softmoe.lazy import lazy_names
 
 if TYPE_CHECKING:
     from softmoe.storage import hub
@@ -45,4 +45,4 @@ __all__ = [
     "write_checkpoint",
 ]
 
-__getattr__ = lazy_names(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)
