@@ -151,7 +151,7 @@ def parse_run(default: "TrainConfig", argv: list[str], prog: str, *, new: bool =
     to fit: --epochs becomes steps, and what was not given follows the number of steps; what changed is said.
     """
     from softmoe.models.config import router_options
-    from softmoe.moe.routing import ROUTERS
+    from softmoe.moe.config import ROUTERS
     from softmoe.storage.settings import flatten
     from softmoe.train import ModelSection, TrainConfig
     from softmoe.train.preview import new_run, with_epochs

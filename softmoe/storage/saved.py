@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 from softmoe.models.config import MoEConfig, TextConfig, TwoTowerConfig, ViTConfig, option_names, without_unused_options
-from softmoe.moe.routing import ROUTERS, RouterConfig
+from softmoe.moe.config import ROUTERS, RouterConfig
 from softmoe.paths import home_path
 from softmoe.storage import hub
 from softmoe.storage.checkpoint import check_file, check_parts, read_manifest
