@@ -140,6 +140,23 @@ def test_import_is_light():
         assert loaded.splitlines()[-1] == "loaded []", code
 
 
+def test_settings_need_no_torch():
+    """All recipes, the settings of runs and the configs of models, routers and transforms load, and are checked,
+    without torch."""
+    code = """
+import sys
+from softmoe import data, models, moe, recipes, storage, train
+for room in (data, models, moe, storage, train):
+    for name in room.__all__:
+        if name.endswith(("Config", "Section")):
+            getattr(room, name)
+for name in recipes.names():
+    recipes.load(name).check()
+print("torch" in sys.modules)
+"""
+    assert run(code) == "False\n"
+
+
 def test_models_load_no_optional_package():
     """The layer and the models work with the core dependencies alone."""
     code = "from softmoe.moe import *; from softmoe.models import *"  # all their names
