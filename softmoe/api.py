@@ -19,7 +19,7 @@ from softmoe.machine import is_first_process
 from softmoe.models.config import router_options
 from softmoe.storage.settings import flatten
 from softmoe.train import Result, TrainConfig
-from softmoe.train.preview import new_run, set_keys
+from softmoe.train.fit import new_run, set_keys
 from softmoe.transfer import transfer_config, write_finished
 
 

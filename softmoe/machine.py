@@ -9,11 +9,10 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -23,23 +22,6 @@ Precision = Literal["auto", "bfloat16", "float32", "exact"]
 CPUINFO = Path("/proc/cpuinfo")
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 MOST_AT_ONCE = 4096  # threads, data workers, batches ahead: more are a slip of the keyboard
-
-
-def lazy_names(package: str, homes: Mapping[str, tuple[str, ...]]) -> Callable[[str], Any]:
-    """Return a `__getattr__` for a package that loads its names when they are first used.
-
-    `homes` has the names by the module they are in, a file of the package or the full name of another module.
-    """
-
-    def load(name: str) -> Any:
-        for home, names in homes.items():
-            if name in names:
-                return getattr(import_module(home if "." in home else f"{package}.{home}"), name)
-        if name in homes:
-            return import_module(f"{package}.{name}")
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
-
-    return load
 
 
 def prepare_environment() -> None:

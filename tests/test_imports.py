@@ -14,6 +14,7 @@ import softmoe
 ROOT = Path(softmoe.__file__).parent
 WRITER = "storage.files"  # how files are written: it imports the standard library alone
 SETTINGS = "storage.settings"  # and so does this
+LOADER = "lazy"  # how names are loaded when first used, for the lists of names alone
 BUILDER = "accelerate.build"  # how C++ is built and loaded: it needs nothing of the rooms
 SHARED = {"accelerate.guards", "accelerate.torch_private"}
 MIDDLE = {"models", "moe", "storage", "machine", "paths", BUILDER, "__version__"} | SHARED
@@ -21,7 +22,7 @@ UPPER = MIDDLE | {"accelerate", "budget", "parallel", "inference", "convert", "d
 TOP = UPPER | {"train", "transfer", "evaluate", "inspection"}
 ALL = TOP | {"studies", "recipes", "bench", "report", "cli"}
 MAY_IMPORT: dict[str, set[str]] = {
-    **{name: set[str]() for name in ("machine", "paths", WRITER, SETTINGS)},
+    **{name: set[str]() for name in (LOADER, "machine", "paths", WRITER, SETTINGS)},
     "moe": set(),
     "models": {"moe"},
     BUILDER: {"machine", "paths", WRITER},
@@ -94,6 +95,7 @@ def test_imports_point_down(path):
     here = module if module in MAY_IMPORT else room(path)
     assert here in MAY_IMPORT, f"{here} is not a room of the design"
     allowed = MAY_IMPORT[here] | ({here} if here == room(path) else set())
+    allowed |= {LOADER} if path.name == "__init__.py" else set()
     above = {name for name in ours_named(path) if not any(within(name, room) for room in allowed)}
     assert not above, f"{module} imports {sorted(above)}"
 
@@ -138,9 +140,26 @@ def test_import_is_light():
         assert loaded.splitlines()[-1] == "loaded []", code
 
 
+def test_settings_need_no_torch():
+    """All recipes, the settings of runs and the configs of models, routers and transforms load, and are checked,
+    without torch."""
+    code = """
+import sys
+from softmoe import data, models, moe, recipes, storage, train
+for room in (data, models, moe, storage, train):
+    for name in room.__all__:
+        if name.endswith(("Config", "Section")):
+            getattr(room, name)
+for name in recipes.names():
+    recipes.load(name).check()
+print("torch" in sys.modules)
+"""
+    assert run(code) == "False\n"
+
+
 def test_models_load_no_optional_package():
     """The layer and the models work with the core dependencies alone."""
-    code = "import softmoe.moe, softmoe.models"
+    code = "from softmoe.moe import *; from softmoe.models import *"  # all their names
     loaded = run(f"import sys; {code}; print([name for name in {OPTIONAL} if name in sys.modules])")
     assert loaded.strip() == "[]"
 
@@ -175,7 +194,8 @@ def test_rooms_export_what_they_list(name):
 
 @pytest.mark.parametrize("name", ["softmoe", *(f"softmoe.{path.parent.name}" for path in ROOT.glob("*/__init__.py"))])
 def test_every_name_that_a_room_offers_is_there(name: str):
-    """Also where names are loaded when first used: a moved file must be known by its new place."""
+    """Also where names are loaded when first used: a moved file must be known by its new place, and dir() has all."""
     offered = import_module(name)
     for each in getattr(offered, "__all__", ()):
         getattr(offered, each)
+        assert each in dir(offered)

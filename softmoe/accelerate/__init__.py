@@ -5,11 +5,11 @@ Names are loaded when first used: whoever only builds C++ (`softmoe.accelerate.b
 
 from typing import TYPE_CHECKING
 
-from softmoe.machine import lazy_names
+from softmoe.lazy import lazy_names
 
 if TYPE_CHECKING:
     from softmoe.accelerate.techniques import Report, Technique, apply, remove
 
 __all__ = ["Report", "Technique", "apply", "remove"]
 
-__getattr__ = lazy_names(__name__, {"techniques": ("Report", "Technique", "apply", "remove")})
+__getattr__, __dir__ = lazy_names(__name__, {"techniques": ("Report", "Technique", "apply", "remove")})

@@ -34,7 +34,7 @@ from softmoe.data import TransformConfig
 from softmoe.machine import Precision, choose_precision
 from softmoe.models import create_model
 from softmoe.moe import Experts, MoE
-from softmoe.moe.routing import ROUTERS
+from softmoe.moe.config import ROUTERS
 from softmoe.train import (
     CheckpointSection,
     DataSection,

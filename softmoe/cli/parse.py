@@ -146,23 +146,59 @@ def percent_on_terminal(what: str) -> Callable[[int, int], None] | None:
 def parse_run(default: "TrainConfig", argv: list[str], prog: str, *, new: bool = True) -> "tuple[TrainConfig, bool]":
     """Return the settings of a run with what the command line changes, and whether it is a dry run.
 
-    The options of all routers stand among the settings of the model (--model.top-k), as the routers' configs declare
-    and describe them. With another router the recipe's options that it does not have are left out. A `new` run is made
-    to fit: --epochs becomes steps, and what was not given follows the number of steps; what changed is said.
+    With another router the recipe's options that it does not have are left out. A `new` run is made to fit: --epochs
+    becomes steps, and what was not given follows the number of steps; what changed is said.
     """
-    from softmoe.models.config import router_options
-    from softmoe.moe.routing import ROUTERS
+    from softmoe.train import ModelSection, TrainConfig
+    from softmoe.train.fit import new_run, with_epochs
+    from softmoe.train.model_section import model_options
+
+    found, given = read_run(default, argv, prog)
+    model = default.model
+    settings = {
+        name: value
+        for name in model_options()
+        if (value := getattr(found.config.model, name)) != model.options.get(name)
+    }
+    own = {f.name: getattr(found.config.model, f.name) for f in fields(ModelSection) if f.name != "options"}
+    values = {f.name: getattr(found.config, f.name) for f in fields(TrainConfig)}
+    values["model"] = model.change(**own, **settings)
+    made = TrainConfig(**values)
+    if not new:
+        return with_epochs(made, found.epochs, given), found.dry_run
+    made, said = new_run(made, default, given, found.epochs)
+    for sentence in said if is_first_process() else ():
+        print(f"softmoe: {sentence}", file=sys.stderr)
+    return made, found.dry_run
+
+
+def check_words(default: "TrainConfig", argv: list[str], prog: str) -> None:
+    """Raise ValueError for words that say no setting of a run, before the defaults are known that a model gives.
+
+    A help text waits for them: it shows their values.
+    """
+    if not {"-h", "--help"} & set(argv):
+        read_run(default, argv, prog)
+
+
+def read_run(default: "TrainConfig", argv: list[str], prog: str) -> tuple[Any, set[str]]:
+    """Return the words of a run's command line as tyro reads them (config, epochs, dry_run), and the keys in them.
+
+    The options of all routers stand among the settings of the model (--model.top-k), as the routers' configs declare
+    and describe them.
+    """
+    from softmoe.moe.config import ROUTERS
     from softmoe.storage.settings import flatten
     from softmoe.train import ModelSection, TrainConfig
-    from softmoe.train.preview import new_run, with_epochs
+    from softmoe.train.model_section import model_options
 
-    types = {name: hint for name, hint in router_options().items() if name != "num_experts"}
+    types = model_options()
     leaves = [
         c for c in ROUTERS.values() if not any(c is not other and issubclass(other, c) for other in ROUTERS.values())
     ]
     hidden = ("options", tyro.conf.Suppress[dict[str, Any]], field(default_factory=dict))
-    options = [(name, hint | None, None) for name, hint in types.items()]
-    section = make_dataclass("Section", [hidden, *options], bases=(ModelSection, *leaves), frozen=True)
+    shown = [(name, hint | None, None) for name, hint in types.items()]
+    section = make_dataclass("Section", [hidden, *shown], bases=(ModelSection, *leaves), frozen=True)
     config = make_dataclass("Config", [("model", section)], bases=(TrainConfig,), frozen=True, kw_only=True)
     whole = Annotated[config, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
     dry = Annotated[bool, tyro.conf.arg(help="Print the settings, the cost and the memory needed, and stop.")]
@@ -183,27 +219,8 @@ def parse_run(default: "TrainConfig", argv: list[str], prog: str, *, new: bool =
             raise ValueError(f"there is no --{typed}, did you mean --{meant}? ({prog} --help)")
     model = default.model
     start = config(**vars(default) | {"model": section(**vars(model) | {"options": {}} | model.options)})
+    options = {"description": "", "config": (tyro.conf.FlagCreatePairsOff,)}
     try:
-        found: Any = read_words(
-            arguments,
-            args=words,
-            prog=prog,
-            default=arguments(start),
-            description="",
-            config=(tyro.conf.FlagCreatePairsOff,),
-        )
+        return read_words(arguments, args=words, prog=prog, default=arguments(start), **options), given
     except ValueError as error:
         raise ValueError(as_typed(str(error), argv, keys)) from None
-    settings = {
-        name: value for name in types if (value := getattr(found.config.model, name)) != model.options.get(name)
-    }
-    own = {f.name: getattr(found.config.model, f.name) for f in fields(ModelSection) if f.name != "options"}
-    values = {f.name: getattr(found.config, f.name) for f in fields(TrainConfig)}
-    values["model"] = model.change(**own, **settings)
-    made = TrainConfig(**values)
-    if not new:
-        return with_epochs(made, found.epochs, given), found.dry_run
-    made, said = new_run(made, default, given, found.epochs)
-    for sentence in said if is_first_process() else ():
-        print(f"softmoe: {sentence}", file=sys.stderr)
-    return made, found.dry_run

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from softmoe import recipes
-from softmoe.cli.parse import parse_run, read_words
+from softmoe.cli.parse import check_words, parse_run, read_words
 from softmoe.evaluate.api import OthersWeights
 
 if TYPE_CHECKING:
@@ -97,9 +97,10 @@ def train_as_asked(config: TrainConfig) -> Result:
 def parse_train(recipe: str, argv: list[str]) -> tuple[TrainConfig, bool]:
     prog = f"softmoe train {recipe}"
     if (Path(recipe) / "manifest.json").is_file():
+        wanted = read_words(BranchArguments, args=argv, prog=prog)
+
         from softmoe.transfer import branch, plan_branch
 
-        wanted = read_words(BranchArguments, args=argv, prog=prog)
         make = plan_branch if wanted.dry_run else branch
         return make(recipe, wanted.cooldown, wanted.run_name, wanted.runs), wanted.dry_run
     stored = Path(recipe).parent if Path(recipe).name == "config.json" else Path(recipe)
@@ -108,15 +109,23 @@ def parse_train(recipe: str, argv: list[str]) -> tuple[TrainConfig, bool]:
         from softmoe.storage.hub import others_there
 
         raise ValueError(f"there is no run {recipe}; {others_there(stored) or 'softmoe train lists the recipes'}")
-    default = stored_run(stored) if begun else recipes.load(recipe)
+
+    from softmoe.train import TrainConfig
+
+    default = TrainConfig() if begun else recipes.load(recipe)
     if argv and not argv[0].startswith("-"):
         raise ValueError(f"{argv[0]!r} stands alone: data is given as softmoe train {recipe} --data {argv[0]}")
     image, rest = take(argv, "--image")
+    told, rest = ({}, rest) if image is None else take_foreign_options(rest)
+    if begun or image is not None:
+        check_words(default, rest, prog)  # a slip of the keyboard shall not wait for torch
+    if begun:
+        default = stored_run(stored)
     if image is not None:
+        from softmoe.convert.foreign import with_options
         from softmoe.transfer import locked_config
 
-        image, rest = take_foreign_options(image, rest)
-        default = locked_config(default, image)
+        default = locked_config(default, with_options(image, told))
     elif default.model.locked and default.model.weights is None and not {"-h", "--help"} & set(rest):
         raise ValueError(f"give the trained model whose images get texts: softmoe train {recipe} --image MODEL")
     return parse_run(default, rest, prog, new=not begun)
@@ -231,11 +240,9 @@ def take(argv: list[str], flag: str) -> tuple[str | None, list[str]]:
     return None, argv
 
 
-def take_foreign_options(model: str, argv: list[str]) -> tuple[str, list[str]]:
-    """Return the path of others' weights with what the arguments tell of them, and the arguments without it."""
-    from softmoe.convert.foreign import with_options
-
+def take_foreign_options(argv: list[str]) -> tuple[dict[str, str | None], list[str]]:
+    """Return what the arguments tell of others' weights, and the arguments without it."""
     options = {}
     for name in OthersWeights().foreign_options:
         options[name], argv = take(argv, f"--{name}")
-    return with_options(model, options), argv
+    return options, argv

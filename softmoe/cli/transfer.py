@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from softmoe import recipes
 from softmoe.cli.habits import check_model, parse_size
-from softmoe.cli.parse import parse, parse_run
+from softmoe.cli.parse import check_words, parse, parse_run
 from softmoe.cli.train import drive, take, take_foreign_options
 from softmoe.transfer import Soup, Upcycle
 
@@ -41,16 +41,19 @@ def finetune_command(argv: list[str]) -> int:
 
 def parse_finetune(model: str, data: str, argv: list[str]) -> tuple[TrainConfig, bool]:
     check_model("finetune", [model, data])
-
-    from softmoe.transfer import transfer_config
-
     size, rest = take(argv, "--image-size")
-    model, rest = take_foreign_options(model, rest)
+    told, rest = take_foreign_options(rest)
     adapters, rest = "--adapters" in rest, [word for word in rest if word != "--adapters"]
     image_size = parse_size(size) if size else None
-    default = transfer_config(recipes.load("finetune"), model, image_size=image_size, adapters=adapters)
+    recipe, prog = recipes.load("finetune"), "softmoe finetune MODEL DATA"
+    check_words(recipe, rest, prog)  # a slip of the keyboard shall not wait for torch
+
+    from softmoe.convert.foreign import with_options
+    from softmoe.transfer import transfer_config
+
+    default = transfer_config(recipe, with_options(model, told), image_size=image_size, adapters=adapters)
     default = replace(default, data=replace(default.data, train=data))
-    return parse_run(default, rest, "softmoe finetune MODEL DATA")
+    return parse_run(default, rest, prog)
 
 
 def upcycle_command(argv: list[str]) -> int:

@@ -5,7 +5,7 @@ Names are loaded when first used: a process that only decodes images does withou
 
 from typing import TYPE_CHECKING
 
-from softmoe.machine import lazy_names
+from softmoe.lazy import lazy_names
 
 if TYPE_CHECKING:
     from softmoe.data.augment import soft_labels
@@ -52,4 +52,4 @@ __all__ = [
     "train_tokenizer",
 ]
 
-__getattr__ = lazy_names(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -5,7 +5,7 @@ Names are loaded when first used: the options of `softmoe serve` do without torc
 
 from typing import TYPE_CHECKING
 
-from softmoe.machine import lazy_names
+from softmoe.lazy import lazy_names
 
 if TYPE_CHECKING:
     from softmoe.inference.layers import WEIGHTS, Storage, Weights
@@ -13,6 +13,6 @@ if TYPE_CHECKING:
 
 __all__ = ["WEIGHTS", "Storage", "Weights", "open_mapped", "prepare"]
 
-__getattr__ = lazy_names(
+__getattr__, __dir__ = lazy_names(
     __name__, {"layers": ("WEIGHTS", "Storage", "Weights"), "prepared": ("open_mapped", "prepare")}
 )

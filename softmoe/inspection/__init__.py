@@ -5,7 +5,7 @@ Names are loaded when first used: the options of the commands do without torch.
 
 from typing import TYPE_CHECKING
 
-from softmoe.machine import lazy_names
+from softmoe.lazy import lazy_names
 
 if TYPE_CHECKING:
     from softmoe.inspection.api import Doctor, Inspect
@@ -31,4 +31,4 @@ __all__ = [
     "slot_correlation",
 ]
 
-__getattr__ = lazy_names(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

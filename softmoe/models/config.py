@@ -1,14 +1,16 @@
-"""The configurations that models are built from, stored beside every saved model."""
+"""The configurations that models are built from, stored beside every saved model. They load without torch."""
 
 import difflib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
-from torch import nn
+from softmoe.moe.config import ROUTERS, RouterConfig, make_plain
 
-from softmoe.moe import Experts, ExpertsBeside, MoE, RouterConfig
-from softmoe.moe.routing import ROUTERS, make_plain
+if TYPE_CHECKING:
+    from torch import nn
+
+    from softmoe.moe import MoE
 
 _FORMER_OPTIONS = {  # the keys of an MoE in config.json when all routers shared one list of options
     *("router", "num_experts", "slots_per_expert", "blocks", "expert_dropout", "identical_init", "normalize"),
@@ -66,9 +68,11 @@ class MoEConfig:
         return self.router.num_experts
 
     def make_layer(
-        self, dim: int, mlp_dim: int, dropout: float, activation: str = "gelu_tanh", *, kept: nn.Module | None = None
-    ) -> MoE:
+        self, dim: int, mlp_dim: int, dropout: float, activation: str = "gelu_tanh", *, kept: "nn.Module | None" = None
+    ) -> "MoE":
         """Build one MoE layer. With `keep_mlp`, `kept` is the MLP that the experts are added to."""
+        from softmoe.moe import Experts, ExpertsBeside, MoE
+
         assert (kept is not None) == self.keep_mlp
         if self.expert_dropout is not None:
             dropout = self.expert_dropout

@@ -7,11 +7,13 @@ Every combination works; `list_models` lists the usual ones.
 import difflib
 import re
 from dataclasses import fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from softmoe.models.config import MoEConfig, ViTConfig, no_option, option_names
-from softmoe.models.vit import VisionTransformer
-from softmoe.moe.routing import ROUTERS
+from softmoe.moe.config import ROUTERS
+
+if TYPE_CHECKING:
+    from softmoe.models.vit import VisionTransformer
 
 # width, depth, MLP width and heads by size letter: Ti to H as in the paper, g and G for its collapse study
 SIZES: dict[str, tuple[int, int, int, int]] = {
@@ -116,6 +118,8 @@ def override(config: ViTConfig, changes: dict[str, Any]) -> ViTConfig:
 
 def create_model(
     name: str, *, num_classes: int | None = 1000, image_size: int | tuple[int, int] = 224, **overrides: Any
-) -> VisionTransformer:
+) -> "VisionTransformer":
     """Build a freshly initialized model. Under `torch.device("meta")` it takes no memory."""
+    from softmoe.models.vit import VisionTransformer
+
     return VisionTransformer(model_config(name, num_classes=num_classes, image_size=image_size, **overrides))

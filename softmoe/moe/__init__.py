@@ -1,27 +1,54 @@
-"""The layer: tokens in, tokens out. One device, torch only."""
+"""The layer: tokens in, tokens out. One device, torch only.
 
-from softmoe.moe.experts import Experts
-from softmoe.moe.fixed import (
-    IdentityConfig,
-    IdentityRouter,
-    SoftUniformConfig,
-    SoftUniformRouter,
-    UniformConfig,
-    UniformRouter,
-    UniformSoftConfig,
-    UniformSoftRouter,
-)
-from softmoe.moe.layer import ExpertsBeside, MoE, SoftMoE
-from softmoe.moe.placed import PlacedConfig, PlacedRouter
-from softmoe.moe.routing import Router, RouterConfig, Routing, SparseRouting
-from softmoe.moe.soft import DenseRouting, SoftConfig, SoftRouter
-from softmoe.moe.sparse import (
-    ExpertsChoiceConfig,
-    ExpertsChoiceRouter,
-    SparseConfig,
-    TokensChoiceConfig,
-    TokensChoiceRouter,
-)
+Names are loaded when first used: the configs of routers do without torch.
+"""
+
+from typing import TYPE_CHECKING
+
+from softmoe.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from softmoe.moe.config import (
+        ExpertsChoiceConfig,
+        IdentityConfig,
+        PlacedConfig,
+        RouterConfig,
+        SoftConfig,
+        SoftUniformConfig,
+        SparseConfig,
+        TokensChoiceConfig,
+        UniformConfig,
+        UniformSoftConfig,
+    )
+    from softmoe.moe.experts import Experts
+    from softmoe.moe.fixed import IdentityRouter, SoftUniformRouter, UniformRouter, UniformSoftRouter
+    from softmoe.moe.layer import ExpertsBeside, MoE, SoftMoE
+    from softmoe.moe.placed import PlacedRouter
+    from softmoe.moe.routing import Router, Routing, SparseRouting
+    from softmoe.moe.soft import DenseRouting, SoftRouter
+    from softmoe.moe.sparse import ExpertsChoiceRouter, TokensChoiceRouter
+
+_HOMES = {
+    "config": (
+        "ExpertsChoiceConfig",
+        "IdentityConfig",
+        "PlacedConfig",
+        "RouterConfig",
+        "SoftConfig",
+        "SoftUniformConfig",
+        "SparseConfig",
+        "TokensChoiceConfig",
+        "UniformConfig",
+        "UniformSoftConfig",
+    ),
+    "experts": ("Experts",),
+    "fixed": ("IdentityRouter", "SoftUniformRouter", "UniformRouter", "UniformSoftRouter"),
+    "layer": ("ExpertsBeside", "MoE", "SoftMoE"),
+    "placed": ("PlacedRouter",),
+    "routing": ("Router", "Routing", "SparseRouting"),
+    "soft": ("DenseRouting", "SoftRouter"),
+    "sparse": ("ExpertsChoiceRouter", "TokensChoiceRouter"),
+}
 
 __all__ = [
     "DenseRouting",
@@ -51,3 +78,5 @@ __all__ = [
     "UniformSoftConfig",
     "UniformSoftRouter",
 ]
+
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

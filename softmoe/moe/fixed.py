@@ -3,19 +3,11 @@
 Letters: B images, M tokens, D width, N experts, P slots per expert.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from softmoe.moe.routing import Router, RouterConfig, SparseRouting, at_least_one, check_tokens, routing_dtype
-from softmoe.moe.soft import DenseRouting, SoftConfig, SoftRouter, softmax_over_slots, softmax_over_tokens
-
-
-@dataclass(frozen=True)
-class IdentityConfig(RouterConfig, name="identity"):
-    def build(self, dim: int) -> Router:
-        return IdentityRouter(dim, **vars(self))
+from softmoe.moe.routing import Router, SparseRouting, at_least_one, check_tokens, routing_dtype
+from softmoe.moe.soft import DenseRouting, SoftRouter, softmax_over_slots, softmax_over_tokens
 
 
 class IdentityRouter(Router):
@@ -41,14 +33,6 @@ class IdentityRouter(Router):
         return SparseRouting(token_NS, gate_NS, mask_T, (B, M))
 
 
-@dataclass(frozen=True)
-class UniformConfig(RouterConfig, name="uniform"):
-    slots_per_expert: int = 1
-
-    def build(self, dim: int) -> Router:
-        return UniformRouter(dim, **vars(self))
-
-
 class UniformRouter(Router):
     """A router whose slots are all the mean token, and whose tokens all get the mean slot.
 
@@ -68,24 +52,12 @@ class UniformRouter(Router):
         return DenseRouting(softmax_over_tokens(flat_BMNP, mask), softmax_over_slots(flat_BMNP, mask))
 
 
-@dataclass(frozen=True)
-class SoftUniformConfig(SoftConfig, name="soft_uniform"):
-    def build(self, dim: int) -> Router:
-        return SoftUniformRouter(dim, **vars(self))
-
-
 class SoftUniformRouter(SoftRouter):
     """A router with learned dispatch and uniform combine: every token of an image gets the same update."""
 
     def routing(self, logits_BMNP: Tensor, mask: Tensor | None) -> DenseRouting:
         flat_BMNP = torch.zeros_like(logits_BMNP)
         return DenseRouting(softmax_over_tokens(logits_BMNP, mask), softmax_over_slots(flat_BMNP, mask))
-
-
-@dataclass(frozen=True)
-class UniformSoftConfig(SoftConfig, name="uniform_soft"):
-    def build(self, dim: int) -> Router:
-        return UniformSoftRouter(dim, **vars(self))
 
 
 class UniformSoftRouter(SoftRouter):

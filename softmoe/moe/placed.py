@@ -23,28 +23,16 @@ A direction of 0 weighs all tokens alike: the frame starts as the image itself. 
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from softmoe.moe.routing import Router, no_autocast, routing_dtype
-from softmoe.moe.soft import EPS, DenseRouting, SoftConfig, SoftRouter, l2_normalize, softmax_over_tokens
+from softmoe.moe.routing import no_autocast, routing_dtype
+from softmoe.moe.soft import EPS, DenseRouting, SoftRouter, l2_normalize, softmax_over_tokens
 
 Grid = tuple[int, int]
 SHARPNESS = 4.0  # lets the direction of a frame learn at the rate of the slot vectors
 LEAST_SPREAD = 0.05  # one token alone has no spread, and would be a frame of size zero
-
-
-@dataclass(frozen=True)
-class PlacedConfig(SoftConfig, name="placed"):
-    place_init: float = 4.0
-    """How much a slot's logit falls, at the start, from its center to the next one on the grid of centers."""
-    frame: bool = False
-    """Measure places in a frame that is found in each image, not in the image itself."""
-
-    def build(self, dim: int) -> Router:
-        return PlacedRouter(dim, **vars(self))
 
 
 class PlacedRouter(SoftRouter):

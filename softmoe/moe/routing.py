@@ -11,11 +11,9 @@ The experts never know which router filled their slots:
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields
-from types import UnionType
-from typing import Any, ClassVar, NamedTuple, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,55 +53,6 @@ class Router(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> Routing: ...
-
-
-ROUTERS: "dict[str, type[RouterConfig]]" = {}
-"""The configuration class of every router, by the router's name. Defining such a class registers it."""
-
-
-@dataclass(frozen=True)
-class RouterConfig(ABC):
-    """The options of one router. Its fields are the arguments of the router's constructor, except `dim`.
-
-    `class MineConfig(RouterConfig, name="mine")` makes the router known to model names, recipes and the command line.
-    """
-
-    name: ClassVar[str]
-    num_experts: int
-
-    def __init_subclass__(cls, *, name: str | None = None, **more: Any) -> None:
-        super().__init_subclass__(**more)
-        if name is not None:
-            cls.name = name
-            ROUTERS[name] = cls
-
-    def __post_init__(self) -> None:
-        make_plain(self)
-
-    @abstractmethod
-    def build(self, dim: int) -> Router:
-        """Make the router for tokens of width `dim`."""
-
-
-def make_plain(config: Any) -> None:
-    """Turn the values of a frozen config into those that JSON gives back.
-
-    An integer for a float becomes a float, a sequence a tuple, and a number of NumPy or torch one of Python.
-    """
-    hints = get_type_hints(type(config))
-    for f in fields(config):
-        object.__setattr__(config, f.name, _plain(getattr(config, f.name), hints[f.name]))
-
-
-def _plain(value: Any, hint: Any) -> Any:
-    members = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    if getattr(value, "shape", None) == ():
-        value = value.item()
-    if float in members and type(value) is int:
-        return float(value)
-    if any(get_origin(member) is tuple for member in members) and isinstance(value, Iterable):
-        return value if isinstance(value, str) else tuple(_plain(one, int) for one in value)
-    return value
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from softmoe.moe.experts import lecun_normal_
 from softmoe.moe.routing import (
     Router,
-    RouterConfig,
     Routing,
     at_least_one,
     check_tokens,
@@ -30,20 +29,6 @@ from softmoe.moe.routing import (
 )
 
 EPS = 1e-6  # inside the root, so that a zero vector has a zero direction and a finite gradient
-
-
-@dataclass(frozen=True)
-class SoftConfig(RouterConfig, name="soft"):
-    slots_per_expert: int = 1
-    normalize: bool = True
-    """Normalize tokens and slot vectors. False gives plain logits x @ phi, as in the paper's study of collapse."""
-    noise_std: float = 0.0
-    """Standard deviation of the Gaussian noise added to the logits in training mode."""
-    scale_init: float = 1.0
-    """Initial value of the learned scale of the normalized logits."""
-
-    def build(self, dim: int) -> Router:
-        return SoftRouter(dim, **vars(self))
 
 
 class SoftRouter(Router):

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from softmoe.moe.experts import lecun_normal_
 from softmoe.moe.routing import (
     Router,
-    RouterConfig,
     SparseRouting,
     at_least_one,
     check_tokens,
@@ -25,43 +24,6 @@ from softmoe.moe.routing import (
     not_negative,
     routing_dtype,
 )
-
-
-@dataclass(frozen=True)
-class SparseConfig(RouterConfig):
-    """The options that both sparse routers have."""
-
-    capacity_factor: float = 1.0
-    """Slots of the experts, as a multiple of those needed if all experts get equally many tokens."""
-    group_size: int | None = None
-    """Tokens that are routed together; None is one image."""
-    noise_std: float = 1.0
-    """The noise on the logits in training has this standard deviation divided by the number of experts."""
-    capacity: int | None = None
-    """Slots per expert and group, whatever the factor."""
-    capacity_rounding: str = "round"
-    """round (half to even) or ceil."""
-    capacity_multiple_of: int = 1
-
-
-@dataclass(frozen=True)
-class TokensChoiceConfig(SparseConfig, name="tokens_choice"):
-    top_k: int = 1
-    """The number of experts that each token picks."""
-    batch_priority: bool = True
-    """Serve tokens with larger gates first, instead of in their order."""
-    importance_weight: float = 0.005
-    load_weight: float = 0.005
-    gshard_weight: float = 0.0
-
-    def build(self, dim: int) -> Router:
-        return TokensChoiceRouter(dim, **vars(self))
-
-
-@dataclass(frozen=True)
-class ExpertsChoiceConfig(SparseConfig, name="experts_choice"):
-    def build(self, dim: int) -> Router:
-        return ExpertsChoiceRouter(dim, **vars(self))
 
 
 @dataclass(frozen=True)

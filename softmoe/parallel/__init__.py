@@ -5,7 +5,7 @@ Names are loaded when first used: torch's distributed tensors take a second, and
 
 from typing import TYPE_CHECKING
 
-from softmoe.machine import lazy_names
+from softmoe.lazy import lazy_names
 
 if TYPE_CHECKING:
     from softmoe.parallel.reduce import (
@@ -59,4 +59,4 @@ __all__ = [
     "whole",
 ]
 
-__getattr__ = lazy_names(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

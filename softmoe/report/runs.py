@@ -21,9 +21,9 @@ from softmoe.inspection.page import number_cell
 from softmoe.inspection.plots import finish, legend, panels, pyplot
 from softmoe.models import TwoTowerConfig
 from softmoe.moe import SoftConfig
+from softmoe.storage.architecture import parse_architecture, split_architecture
 from softmoe.storage.files import read_json, write_text
 from softmoe.storage.pages import data_address, render
-from softmoe.storage.saved import parse_architecture, split_architecture
 from softmoe.storage.settings import flatten
 from softmoe.train.folder import RunFolder, RunRecord
 

@@ -5,25 +5,27 @@ Names are loaded when first used: whoever writes a file needs no model.
 
 from typing import TYPE_CHECKING
 
-from softmoe.machine import lazy_names
+from softmoe.lazy import lazy_names
 
 if TYPE_CHECKING:
     from softmoe.storage import hub
     from softmoe.storage.adapters import save_adapters
     from softmoe.storage.checkpoint import BrokenCheckpoint, Snapshot, read_checkpoint, write_checkpoint
+    from softmoe.storage.checkpoint_section import CheckpointSection
     from softmoe.storage.preprocessing import Preprocessing
     from softmoe.storage.pretrained import load_saved, load_two_tower, save_pretrained, save_tensors
     from softmoe.storage.saved import SavedModel, TokenizerFile, open_saved
-    from softmoe.storage.store import CheckpointSection, CheckpointStore
+    from softmoe.storage.store import CheckpointStore
 
 _HOMES = {
     "adapters": ("save_adapters",),
     "checkpoint": ("BrokenCheckpoint", "Snapshot", "read_checkpoint", "write_checkpoint"),
+    "checkpoint_section": ("CheckpointSection",),
     "hub": (),
     "preprocessing": ("Preprocessing",),
     "pretrained": ("load_saved", "load_two_tower", "save_pretrained", "save_tensors"),
     "saved": ("SavedModel", "TokenizerFile", "open_saved"),
-    "store": ("CheckpointSection", "CheckpointStore"),
+    "store": ("CheckpointStore",),
 }
 
 __all__ = [
@@ -45,4 +47,4 @@ __all__ = [
     "write_checkpoint",
 ]
 
-__getattr__ = lazy_names(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -11,6 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from softmoe.models import model_config
+from softmoe.moe import SoftConfig
 from softmoe.paths import home_path
 from softmoe.storage.files import first_line, follow_link
 from softmoe.storage.settings import flatten
@@ -89,12 +91,7 @@ def not_saved(folder: Path) -> str:
 
 
 def is_architecture(name: str) -> bool:
-    """Tell if models are made by this name, such as vit_s16; torch is loaded for names that look like one only."""
-    if re.fullmatch(r"[a-z_]+_[a-zG]{1,2}\d+(_\d+e(\d+p)?)?", name) is None:
-        return False
-
-    from softmoe.models import model_config
-
+    """Tell if models are made by this name, such as vit_s16."""
     try:
         model_config(name)
     except ValueError:
@@ -177,8 +174,6 @@ def _api(purpose: str) -> Any:
 
 def model_card(saved: "SavedModel", parameters: int) -> str:
     """Write the README.md of a saved model with so many parameters."""
-    from softmoe.moe import SoftConfig
-
     config, p = saved.config, saved.preprocessing
     kind = "a dense vision transformer"
     rows: dict[str, Any] = {

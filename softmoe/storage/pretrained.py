@@ -16,6 +16,7 @@ from softmoe.models.config import TwoTowerConfig
 from softmoe.models.two_tower import TwoTower
 from softmoe.models.vit import VisionTransformer
 from softmoe.storage.adapters import inherited, open_base
+from softmoe.storage.architecture import Architecture, parse_architecture, split_architecture
 from softmoe.storage.files import (
     check_names,
     check_path,
@@ -29,15 +30,7 @@ from softmoe.storage.files import (
 )
 from softmoe.storage.hub import model_card
 from softmoe.storage.preprocessing import Preprocessing, parse_preprocessing
-from softmoe.storage.saved import (
-    TOKENIZER_FILES,
-    Architecture,
-    SavedModel,
-    TokenizerFile,
-    is_saved,
-    parse_architecture,
-    split_architecture,
-)
+from softmoe.storage.saved import TOKENIZER_FILES, SavedModel, TokenizerFile, is_saved
 from softmoe.storage.settings import flatten
 from softmoe.storage.weights import (
     INDEX,

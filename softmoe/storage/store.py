@@ -3,7 +3,6 @@
 import shutil
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +15,8 @@ from softmoe.storage.checkpoint import (
     step_name,
     write_checkpoint,
 )
+from softmoe.storage.checkpoint_section import CheckpointSection
 from softmoe.storage.files import PARTIAL, first_line, point_link, remove_folder
-
-
-@dataclass(frozen=True)
-class CheckpointSection:
-    """The settings of saving: how often, and which checkpoints are kept."""
-
-    every: int = 1000
-    keep_last: int = 2
-    keep_every: int | None = None
-    """Checkpoints of every multiple of this many steps are kept as well, to branch from."""
-    keep_best: bool = True
-    asynchronous: bool = True
-    """Write in the background, from a copy in memory."""
 
 
 class CheckpointStore:

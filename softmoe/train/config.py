@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from softmoe.data import TransformConfig
 from softmoe.machine import MOST_AT_ONCE, Precision
+from softmoe.storage.checkpoint_section import CheckpointSection
 from softmoe.storage.settings import from_dict
-from softmoe.storage.store import CheckpointSection
 from softmoe.train.model_section import ModelSection, TextSection
 
 _RUN_NAME = re.compile(r"[^\W_][\w.\-]*")
@@ -242,6 +242,7 @@ class TrainConfig:
         if self.model.adapters and self.model.refit_head:
             raise ValueError("adapters are saved with the head they learned: leave out model.refit_head beside them")
         self.check_text()
+        self.model.resolve(None, self.data.transform.image_size)  # names of models, routers and their options
         if not _RUN_NAME.fullmatch(self.run_name):
             raise ValueError(
                 "run_name must be a plain folder name of letters, digits, dots, dashes and underscores that begins "

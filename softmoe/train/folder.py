@@ -24,10 +24,11 @@ from softmoe.storage import (
     save_adapters,
     save_pretrained,
 )
+from softmoe.storage.architecture import parse_architecture, split_architecture
 from softmoe.storage.checkpoint import STEP_NAME
 from softmoe.storage.files import check_path, follow_link, read_json, write_json
 from softmoe.storage.hub import check_run
-from softmoe.storage.saved import TOKENIZER_FILES, parse_architecture, split_architecture, tokenizer_of_run
+from softmoe.storage.saved import TOKENIZER_FILES, tokenizer_of_run
 from softmoe.storage.settings import flatten
 from softmoe.train.config import TrainConfig
 from softmoe.train.log import scan_metrics

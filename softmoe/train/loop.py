@@ -21,9 +21,9 @@ from softmoe.accelerate.guards import is_async
 from softmoe.data import WorkerDied
 from softmoe.machine import event_on
 from softmoe.parallel import local
+from softmoe.storage.architecture import parse_architecture
 from softmoe.storage.checkpoint import Checkpoint, Snapshot, copy_tensors, optimizer_tensors
 from softmoe.storage.checkpoint import restore as restore_tensors
-from softmoe.storage.saved import parse_architecture
 from softmoe.train.config import TrainConfig
 from softmoe.train.data import Extract
 from softmoe.train.distributed import process_team

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from softmoe.models import MoEConfig, TextConfig, TwoTowerConfig, ViTConfig, model_config
 from softmoe.models.config import LAYER_OPTIONS, option_names, router_options
 from softmoe.models.registry import SIZES
-from softmoe.storage.saved import check_numbers
+from softmoe.storage.architecture import check_numbers
 from softmoe.storage.settings import convert, from_dict
 
 _NOT_SHAPE = ("name", "router", "weights", "new_head", "refit_head", "adapters", "locked", "options")
@@ -135,7 +135,7 @@ class ModelSection:
         """Read a section; None stands for what is not set: older runs stored it for every option of every router."""
         if not isinstance(values, dict):
             return from_dict(cls, values, path)  # which says what is wrong
-        types = {name: hint for name, hint in router_options().items() if name != "num_experts"}
+        types = model_options()
         options = {
             name: convert(types[name], value, f"{path}.{name}")
             for name, value in values.items()
@@ -143,6 +143,11 @@ class ModelSection:
         }
         own = {name: value for name, value in values.items() if name not in types}
         return replace(from_dict(cls, own, path), options=options)
+
+
+def model_options() -> dict[str, Any]:
+    """Return the options of all routers, with their types, that a section has beside its own settings."""
+    return {name: hint for name, hint in router_options().items() if name != "num_experts"}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 from softmoe.evaluate.api import OnDevice, OthersWeights
-from softmoe.machine import lazy_names
+from softmoe.lazy import lazy_names
 from softmoe.paths import check_new
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ __all__ = [
     "write_finished",
 ]
 
-__getattr__ = lazy_names(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -185,5 +185,5 @@ def test_the_builder_loads_nothing_else() -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(softmoe.__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     loaded = set(eval(done.stdout))
-    needed = ("machine", "paths", "accelerate", "accelerate.build", "storage", "storage.files")
+    needed = ("lazy", "machine", "paths", "accelerate", "accelerate.build", "storage", "storage.files")
     assert loaded <= {f"softmoe.{name}" for name in needed}

@@ -15,7 +15,7 @@ from softmoe.budget import cost, training_flops
 from softmoe.budget.count import FORWARD, TRAIN, elementwise
 from softmoe.budget.parts import backward_macs
 from softmoe.models import VisionTransformer, ViTConfig, create_model, model_config
-from softmoe.moe.routing import ROUTERS
+from softmoe.moe.config import ROUTERS
 from softmoe.train import OptimSection
 from softmoe.train.optim import is_frozen, parameter_groups
 

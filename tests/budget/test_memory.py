@@ -10,7 +10,7 @@ from softmoe.accelerate import buffers
 from softmoe.budget import blocks_to_recompute, cost, memory
 from softmoe.budget.memory import MAX_IN_FLIGHT, WAITING, activation_memory, block_bytes
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
-from softmoe.moe.routing import ROUTERS
+from softmoe.moe.config import ROUTERS
 from softmoe.storage.checkpoint import optimizer_tensors
 from softmoe.train.config import OptimSection
 from softmoe.train.optim import make_optimizer

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import softmoe
-from softmoe import __version__, cli
+from softmoe import __version__, cli, recipes
 from softmoe.cli import COMMANDS, main
 
 
@@ -228,21 +228,34 @@ def test_every_command_takes_threads(command, capsys):
     assert "--threads" in capsys.readouterr().out
 
 
-def test_mistakes_and_help_do_not_wait_for_torch():
-    """A list of recipes, a usage error, a help text and a mistyped path come before torch is loaded."""
+def test_mistakes_and_help_do_not_wait_for_torch(tmp_path: Path):
+    """A list of recipes, a usage error, a help text, a mistyped path and a wrong setting of a run come before torch is
+    loaded."""
     words = [[name] for name in COMMANDS if name not in ("demo", "quickstart", "plan", "selftest")]
     words += [[name, "--help"] for name in COMMANDS] + [["train", "quickstrat"], ["study", "nothing"]]
     words += [[name, "mian", "photos"] for name in ("evaluate", "predict", "finetune", "inspect", "doctor", "fewshot")]
     words += [["report", "runs/mian"], ["train", "runs/mian"], ["upcycle", "mian"], ["soup", "mian", "--out", "new"]]
+    runs = [["train", "small_data"], ["finetune", "demo", "shapes"], ["train", "lit", "--image", "demo"]]
+    runs += [["sweep", "small_data", "seed=0,1"], ["sweep", "finetune", "demo", "shapes", "seed=0,1"]]
+    words += [[*run, *wrong] for run in runs for wrong in (["--stpes", "3"], ["--mistyped", "3"], ["--lr", "high"])]
+    (tmp_path / "runs" / "main" / "checkpoints" / "step_00000001").mkdir(parents=True)
+    for name in ("config.json", "checkpoints/step_00000001/manifest.json"):
+        (tmp_path / "runs" / "main" / name).write_text("{}")
+    words += [["train", "runs/main", "--stpes", "3"], ["train", "runs/main/checkpoints/step_00000001", "--cool", "3"]]
+    wrong = [["--model.router", "sotf"], ["--model.top-k", "2"], ["--model.name", "soft_x16"], ["--accumulate", "7"]]
+    words += [["train", name, "--help"] for name in recipes.names()] + [
+        ["train", "small_data", *pair] for pair in wrong
+    ]
     code = f"""
 import contextlib, io, sys
 from softmoe.cli import main
 for words in {words}:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         with contextlib.suppress(SystemExit):
-            main(words)
+            assert main(words) == (0 if "--help" in words else 2), words
     assert "torch" not in sys.modules, words
 """
     environment = os.environ | {"PYTHONPATH": str(Path(softmoe.__file__).parent.parent)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    there = {"cwd": tmp_path, "env": environment}
+    done = subprocess.run([sys.executable, "-c", code], **there, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -108,7 +108,7 @@ WRONG = [
     ("train small_data --data photos --epochs 1 --batch-size 0", "data.batch_size must be at least 1, got 0"),
     ("train small_data --data photos --image-size 64x", "must be pixels or HEIGHTxWIDTH, like 224 or 224x320"),
     ("train small_data --data photos --image-size=0", "image_size must be positive, not 0"),
-    ("train small_data --data photos --model.router sofft", "experts_choice, or dense for none"),
+    ("train small_data --data photos --model.router sofft", "uniform_soft, or dense for none"),
     ("train small_data --data photos --model.heads 3", "heads must divide the width: 64 is not a multiple of 3"),
     ("train small_data --data photos --optim.name adm", "Expected one of ('adamw', 'sgd', 'muon')"),
     (

@@ -16,7 +16,7 @@ from softmoe.convert import from_vmoe, to_vmoe
 from softmoe.convert.vmoe import read_npz
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig, create_model
 from softmoe.moe import Experts, IdentityRouter, MoE, SoftMoE, SoftRouter
-from softmoe.moe.routing import ROUTERS
+from softmoe.moe.config import ROUTERS
 
 TINY = ViTConfig(
     image_size=(8, 12), patch_size=4, width=16, depth=2, mlp_dim=24, heads=2, num_classes=5

@@ -9,7 +9,7 @@ from oracle import PAPER_PARAMS
 from softmoe import create_model, list_models
 from softmoe.models import MoEConfig, ViTConfig, model_config
 from softmoe.models.registry import PAPER_MODELS, SIZES
-from softmoe.moe.routing import ROUTERS
+from softmoe.moe.config import ROUTERS
 
 
 @pytest.mark.parametrize("name", PAPER_PARAMS)

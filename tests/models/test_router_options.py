@@ -11,7 +11,7 @@ from softmoe.cli import main
 from softmoe.cli.parse import parse_run
 from softmoe.models import MoEConfig, ViTConfig, create_model, model_config
 from softmoe.moe import Router, SoftConfig, SoftRouter
-from softmoe.moe.routing import ROUTERS
+from softmoe.moe.config import ROUTERS
 from softmoe.train import ModelSection, TrainConfig
 
 RECIPE = """

@@ -11,7 +11,7 @@ from softmoe import create_model
 from softmoe.models import VisionTransformer
 from softmoe.models.transformer import MLP
 from softmoe.moe import Experts, MoE
-from softmoe.moe.routing import ROUTERS
+from softmoe.moe.config import ROUTERS
 
 TINY = {"width": 16, "depth": 2, "mlp_dim": 32, "heads": 2, "num_classes": 5, "image_size": 48}
 

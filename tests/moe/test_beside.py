@@ -13,7 +13,7 @@ from softmoe.inspection import record
 from softmoe.models import VisionTransformer, ViTConfig
 from softmoe.models.config import check_same_function
 from softmoe.moe import Experts, ExpertsBeside, MoE, SoftRouter
-from softmoe.moe.routing import ROUTERS
+from softmoe.moe.config import ROUTERS
 
 BASE = ViTConfig(image_size=16, patch_size=4, width=8, depth=2, mlp_dim=12, heads=2, num_classes=3)
 

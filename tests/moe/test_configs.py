@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from softmoe.moe import SoftMoE
-from softmoe.moe.routing import ROUTERS
+from softmoe.moe.config import ROUTERS
 
 
 @pytest.mark.parametrize("name", ROUTERS)

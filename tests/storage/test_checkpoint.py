@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from softmoe.storage import checkpoint
+from softmoe.storage import CheckpointSection, CheckpointStore, checkpoint
 from softmoe.storage.checkpoint import (
     BrokenCheckpoint,
     Snapshot,
@@ -22,7 +22,6 @@ from softmoe.storage.checkpoint import (
     restore,
     write_checkpoint,
 )
-from softmoe.storage.store import CheckpointSection, CheckpointStore
 from softmoe.storage.weights import Spec
 from softmoe.train.config import OptimSection
 from softmoe.train.optim import make_optimizer, set_learning_rate

@@ -8,8 +8,9 @@ import pytest
 from softmoe import recipes
 from softmoe.data import open_source
 from softmoe.train import TrainConfig, train
+from softmoe.train.fit import fit, with_epochs
 from softmoe.train.folder import RunFolder, free_name
-from softmoe.train.preview import fit, memory_needed, preview, with_epochs
+from softmoe.train.preview import memory_needed, preview
 
 SMALL_RECIPES = [
     name for name in recipes.names() if name not in ("contrastive", "lit", "lit_small")

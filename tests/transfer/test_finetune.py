@@ -18,7 +18,7 @@ from softmoe.evaluate.features import Features
 from softmoe.evaluate.ridge import Ridge
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
 from softmoe.models.classification import Loss, probabilities
-from softmoe.moe.routing import ROUTERS
+from softmoe.moe.config import ROUTERS
 from softmoe.storage import open_saved
 from softmoe.train import OptimSection, train
 from softmoe.train.folder import RunFolder, differences, write_model

@@ -1,0 +1,94 @@
+"""Fit the settings of a recipe to the steps, the data and the folder of a new run. This file loads without torch."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from softmoe.data import open_source
+from softmoe.storage.settings import flatten
+from softmoe.train.config import ModelSection, TrainConfig
+
+ROWS, EVALUATIONS = 10, 4  # the least of each in a run that is shorter than its recipe
+
+
+def new_run(
+    config: TrainConfig, recipe: TrainConfig, given: Collection[str], epochs: float | None = None
+) -> tuple[TrainConfig, list[str]]:
+    """Return the settings of a new run, made to fit its length and with a free name, and sentences on what changed.
+
+    `given` are the keys that the user has set. ValueError for settings that cannot work together.
+    """
+    config, fitted = fit(with_epochs(config, epochs, given), recipe, given)
+    config.check()
+
+    from softmoe.train.folder import free_name  # slow to import: a mistake is told before
+
+    config, placed = free_name(config, recipe, named="run_name" in given)
+    return config, [sentence for sentence in (fitted, placed) if sentence]
+
+
+def with_epochs(config: TrainConfig, epochs: float | None, given: Collection[str]) -> TrainConfig:
+    """Return the settings with as many steps as show each training image `epochs` times; None leaves them."""
+    if epochs is None:
+        return config
+    if "steps" in given:
+        raise ValueError("give --epochs or --steps, not both: each says how long the run is")
+    if isinstance(epochs, bool) or not isinstance(epochs, int | float) or not epochs > 0:
+        raise ValueError(f"the number of epochs must be above 0, got {epochs!r}")
+    if config.data.batch_size < 1:
+        raise ValueError(f"data.batch_size must be at least 1, got {config.data.batch_size}")
+    images = len(open_source(config.data.train, config.data.train_split))
+    return replace(config, steps=max(1, round(epochs * images / config.data.batch_size)))
+
+
+def fit(config: TrainConfig, recipe: TrainConfig, given: Collection[str] = ()) -> tuple[TrainConfig, str]:
+    """Return the settings scaled to their steps and data, except `given` keys such as schedule.warmup, and a sentence.
+
+    In a run shorter than its recipe warm-up and cooldown keep their share, there are at least ten lines of metrics, and
+    evaluations and checkpoints at each quarter. A batch of image-text pairs is at most half of the set. The sentence
+    says what was changed, and is empty if nothing was.
+    """
+    wanted = {}
+    if config.text.size is not None and "data.batch_size" not in given:
+        pairs = len(open_source(config.data.train, config.data.train_split))
+        if config.data.batch_size > pairs // 2:
+            wanted["data.batch_size"] = max(2, 1 << (max(pairs // 2, 2).bit_length() - 1))
+    if config.steps < recipe.steps:
+        wanted |= shorter(config, config.steps / recipe.steps)
+    before = flatten(config.to_dict())
+    wanted = {key: value for key, value in wanted.items() if key not in given and value != before[key]}
+    if not wanted:
+        return config, ""
+    told = ", ".join(f"{key} {value} (was {before[key]})" for key, value in wanted.items())
+    why = f"a run of {config.steps} steps, the recipe has {recipe.steps}" if "log.every" in wanted else "made to fit"
+    return set_keys(config, wanted), f"{why}: {told}"
+
+
+def shorter(config: TrainConfig, share: float) -> dict[str, int | None]:
+    """Return the settings, by key, that follow the length of a run which is this share of its recipe's."""
+    s, quarter = config.schedule, -(-config.steps // EVALUATIONS)
+    every = config.evaluation.every
+    return {
+        "schedule.warmup": max(min(1, s.warmup), round(s.warmup * share)),
+        "schedule.cooldown": round(s.cooldown * share),
+        "evaluation.every": every and min(every, quarter),
+        "checkpoint.every": min(config.checkpoint.every, quarter),
+        "log.every": min(config.log.every, max(1, config.steps // ROWS)),
+    }
+
+
+def set_keys(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
+    """Return the settings with other values, given by full keys such as data.transform.flip or model.top_k."""
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        config = replace(config, **{section: _with(getattr(config, section), name, value)})
+    return config
+
+
+def _with(part: Any, path: str, value: Any) -> Any:
+    if not path:
+        return value
+    if isinstance(part, ModelSection):
+        return part.change(**{path: value})
+    name, _, rest = path.partition(".")
+    return replace(part, **{name: _with(getattr(part, name), rest, value)})
