@@ -33,6 +33,8 @@ class DataSection:
     """The most MiB of batches that may wait; if need be fewer are prepared ahead, by fewer workers."""
     max_broken: float = 0.05
     """The share of unreadable images above which the run stops."""
+    mix_after: float | None = None
+    """Epochs. A run that is longer mixes its images by mixup 0.2 and cutmix 1.0, unless either is set; None never."""
     transform: TransformConfig = field(default_factory=TransformConfig)
 
 
@@ -283,6 +285,8 @@ class TrainConfig:
                 raise ValueError(f"{name} must be in [0, 1), got {value}")
         if o.clip_norm is not None and not (math.isfinite(o.clip_norm) and o.clip_norm > 0.0):
             raise ValueError(f"optim.clip_norm must be a finite number above 0, or None not to clip; got {o.clip_norm}")
+        if self.data.mix_after is not None and not self.data.mix_after >= 0.0:
+            raise ValueError(f"data.mix_after is a number of epochs, or None; got {self.data.mix_after}")
         for name, value in {"data.max_broken": self.data.max_broken, "optim.freeze": o.freeze}.items():
             if not 0.0 <= value <= 1.0:
                 raise ValueError(f"{name} is a share in [0, 1], got {value}")

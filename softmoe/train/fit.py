@@ -9,6 +9,7 @@ from softmoe.storage.settings import flatten
 from softmoe.train.config import ModelSection, TrainConfig
 
 ROWS, EVALUATIONS = 10, 4  # the least of each in a run that is shorter than its recipe
+MIXING = {"mixup": 0.2, "cutmix": 1.0}
 
 
 def new_run(
@@ -20,11 +21,12 @@ def new_run(
     """
     config, fitted = fit(with_epochs(config, epochs, given), recipe, given)
     config.check()
+    config, mixed = with_mixing(config, given)
 
     from softmoe.train.folder import free_name  # slow to import: a mistake is told before
 
     config, placed = free_name(config, recipe, named="run_name" in given)
-    return config, [sentence for sentence in (fitted, placed) if sentence]
+    return config, [sentence for sentence in (fitted, mixed, placed) if sentence]
 
 
 def with_epochs(config: TrainConfig, epochs: float | None, given: Collection[str]) -> TrainConfig:
@@ -39,6 +41,20 @@ def with_epochs(config: TrainConfig, epochs: float | None, given: Collection[str
         raise ValueError(f"data.batch_size must be at least 1, got {config.data.batch_size}")
     images = len(open_source(config.data.train, config.data.train_split))
     return replace(config, steps=max(1, round(epochs * images / config.data.batch_size)))
+
+
+def with_mixing(config: TrainConfig, given: Collection[str] = ()) -> tuple[TrainConfig, str]:
+    """Return the settings with mixed images if the run shows each more than data.mix_after times, and a sentence."""
+    limit, changes = config.data.mix_after, {f"data.transform.{name}": share for name, share in MIXING.items()}
+    if limit is None or config.text.size is not None or any(key in given for key in changes):
+        return config, ""
+    epochs = (
+        config.steps * config.data.batch_size / max(1, len(open_source(config.data.train, config.data.train_split)))
+    )
+    if epochs <= limit:
+        return config, ""
+    keys = " ".join(f"--{key} 0" for key in changes)
+    return set_keys(config, changes), f"each image is seen {epochs:.0f} times, so images are mixed; without: {keys}"
 
 
 def fit(config: TrainConfig, recipe: TrainConfig, given: Collection[str] = ()) -> tuple[TrainConfig, str]:

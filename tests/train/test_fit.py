@@ -8,7 +8,7 @@ import pytest
 from softmoe import recipes
 from softmoe.data import open_source
 from softmoe.train import TrainConfig, train
-from softmoe.train.fit import fit, with_epochs
+from softmoe.train.fit import fit, with_epochs, with_mixing
 from softmoe.train.folder import RunFolder, free_name
 from softmoe.train.preview import memory_needed, preview
 
@@ -54,6 +54,23 @@ def test_a_batch_of_pairs_is_at_most_half_the_set(tmp_path: Path):
     assert made.data.batch_size == 8
     assert said == "made to fit: data.batch_size 8 (was 1024)"
     assert fit(config, recipe, {"data.batch_size"}) == (config, "")
+
+
+def test_long_runs_mix_their_images(tmp_path: Path):
+    """Where the recipe says so, a run that sees each image often mixes them, and says how not to; what is given stays."""
+    for name in ("cat/1", "cat/2", "dog/1", "dog/2"):
+        (tmp_path / "train" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "train" / f"{name}.jpg").write_bytes(b"x")
+    recipe = recipes.load("small_data")
+    data = replace(recipe.data, train=f"folder:{tmp_path}", batch_size=4)
+    few, many = (replace(recipe, steps=steps, data=data) for steps in (10, 11))
+    assert with_mixing(few) == (few, "")
+    mixed, said = with_mixing(many)
+    assert (mixed.data.transform.mixup, mixed.data.transform.cutmix) == (0.2, 1.0)
+    assert said.startswith("each image is seen 11 times, so images are mixed; without: --data.transform.mixup 0 ")
+    assert with_mixing(many, {"data.transform.cutmix"}) == (many, "")
+    never = replace(many, data=replace(data, mix_after=None))
+    assert with_mixing(never) == (never, "")
 
 
 def test_epochs():
