@@ -57,7 +57,7 @@ def test_a_batch_of_pairs_is_at_most_half_the_set(tmp_path: Path):
 
 
 def test_long_runs_mix_their_images(tmp_path: Path):
-    """Where the recipe says so, a run that sees each image often mixes them, and says how not to; what is given stays."""
+    """A run that sees each image often mixes them where the recipe says so, and tells of it; what is given stays."""
     for name in ("cat/1", "cat/2", "dog/1", "dog/2"):
         (tmp_path / "train" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "train" / f"{name}.jpg").write_bytes(b"x")
