@@ -96,6 +96,19 @@ def gather_rows(rows: Tensor) -> Tensor:
     return torch.cat(all_gather(rows))
 
 
+def gather_uneven(rows: Tensor) -> Tensor:
+    """Gather (B, ...), where B is another on each rank and may be 0, into the rows of all ranks. It has no gradient."""
+    if ranks() == 1:
+        return rows
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks())]
+    dist.all_gather(counts, torch.tensor([len(rows)]))
+    most = max(int(count) for count in counts)
+    padded = torch.cat([rows, rows.new_zeros(most - len(rows), *rows.shape[1:])])
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)])
+
+
 def first_row(rows: Tensor) -> int:
     """Return the index of this rank's first row among the rows of all ranks."""
     return dist.get_rank() * rows.shape[0] if ranks() > 1 else 0
