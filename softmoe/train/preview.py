@@ -8,6 +8,7 @@ from softmoe.budget import Memory, blocks_to_recompute, cost, memory, text_cost,
 from softmoe.data import Source, open_source
 from softmoe.machine import memory_of
 from softmoe.models import TwoTower, TwoTowerConfig, VisionTransformer, ViTConfig
+from softmoe.models.embed import unseen_pixels
 from softmoe.models.two_tower import features_dim
 from softmoe.storage.settings import flatten
 from softmoe.train.config import ModelSection, TrainConfig
@@ -169,17 +170,6 @@ def remarks(config: TrainConfig, shape: ViTConfig, source: Source) -> list[str]:
         advice = ": adapters of the dense model itself are fewer" if share > MANY_LEARNED else ""
         said.append(f"{share:.1%} of the weights are trained and saved{advice}")
     return said
-
-
-def unseen_pixels(sides: tuple[int, int], patch: int) -> list[str]:
-    """Say which pixels of an image, beyond the last whole patch, the model does not see, and which sizes are whole."""
-    names = ("height and width",) if sides[0] == sides[1] else ("height", "width")
-    return [
-        f"the last {side % patch} of the {side} pixels of the {name} are not seen, since patches have {patch} a side; "
-        f"{side - side % patch} and {side - side % patch + patch} are whole"
-        for name, side in zip(names, sides, strict=False)
-        if side % patch
-    ]
 
 
 def learned_share(config: TrainConfig, shape: ViTConfig) -> float:
