@@ -305,6 +305,8 @@ class Estimate:
     measured: bool
 
     def __str__(self) -> str:
+        from softmoe.train.log import duration
+
         how = "as finished runs had here" if self.measured else f"assumed: {SHARE:.0%} of this machine's peak"
         return (
             f"{self.study}: {self.cells} cells, {self.jobs} jobs to do, {self.flops:.3g} FLOPs, "
@@ -333,10 +335,3 @@ def assumed() -> float:
     from softmoe.train.log import peak_flops
 
     return SHARE * peak_flops(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def duration(seconds: float) -> str:
-    for unit, size in (("years", 31_557_600), ("days", 86_400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:,.1f} {unit}"
-    return f"{seconds:.0f} seconds"
