@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.tensor import DTensor
 
 Precision = Literal["auto", "bfloat16", "float32", "exact"]
 """The values of --precision; `choose_precision` says what each means."""
@@ -249,3 +250,13 @@ def allow_tf32(allowed: bool) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Please use the new API settings to control TF32")
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
+
+
+def is_spread(tensor: Any) -> TypeGuard["DTensor"]:
+    """Tell if a tensor is a DTensor, without importing that class, which takes a second."""
+    return hasattr(tensor, "to_local")
+
+
+def local(tensor: "torch.Tensor") -> "torch.Tensor":
+    """Return the part of a tensor that this rank keeps; the tensor itself if it is a plain one."""
+    return tensor.to_local() if is_spread(tensor) else tensor

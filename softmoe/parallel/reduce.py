@@ -1,26 +1,13 @@
 """Bring the ranks' numbers together: the true norm of a sharded gradient, means over ranks, the rows of all ranks."""
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from softmoe.accelerate.torch_private import multiply_all_
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
-
-def is_spread(tensor: Any) -> TypeGuard["DTensor"]:
-    """Tell if a tensor is a DTensor, without importing that class, which takes a second."""
-    return hasattr(tensor, "to_local")
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this rank keeps; the tensor itself if it is a plain one."""
-    return tensor.to_local() if is_spread(tensor) else tensor
+from softmoe.machine import is_spread, local
 
 
 def whole(tensor: Tensor) -> Tensor:
