@@ -117,7 +117,8 @@ def preview(config: TrainConfig) -> str:
     learned = learned_names(config, towers or shape)
     training = training_flops(shape, [name.removeprefix("image.") for name in learned]) / 1e9
     gigaflops = f"{price.forward_flops / 1e9:.3f} GFLOPs forward and {training:.3f} GFLOPs training"
-    lines = [f"  {price.params:,} parameters, {gigaflops} per image"]
+    of = "" if towers is None else "image tower: "
+    lines = [f"  {of}{price.params:,} parameters, {gigaflops} per image"]
     if towers is not None:
         text = text_cost(towers.text, towers.embed_dim or features_dim(towers))
         lines.append(f"  text tower: {text.params:,} parameters, {text.train_flops / 1e9:.3f} GFLOPs training per text")
