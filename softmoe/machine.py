@@ -9,13 +9,15 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.tensor import DTensor
 
 Precision = Literal["auto", "bfloat16", "float32", "exact"]
 """The values of --precision; `choose_precision` says what each means."""
@@ -76,6 +78,28 @@ def end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=wait, name="end with parent", daemon=True).start()
+
+
+@contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Start processes that are deaf to Ctrl-C from their first moment: it would end in a traceback of their imports.
+
+    They inherit that, until they allow it themselves. Windows knows no such thing.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def allow_interrupts() -> None:
+    """Let Ctrl-C reach this process again, also one that came while it was blocked."""
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def safe_instruction_set(cpuinfo: Path = CPUINFO) -> str | None:
@@ -231,3 +255,13 @@ def allow_tf32(allowed: bool) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Please use the new API settings to control TF32")
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
+
+
+def is_spread(tensor: Any) -> TypeGuard["DTensor"]:
+    """Tell if a tensor is a DTensor, without importing that class, which takes a second."""
+    return hasattr(tensor, "to_local")
+
+
+def local(tensor: "torch.Tensor") -> "torch.Tensor":
+    """Return the part of a tensor that this rank keeps; the tensor itself if it is a plain one."""
+    return tensor.to_local() if is_spread(tensor) else tensor

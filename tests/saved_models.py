@@ -1,6 +1,8 @@
 """Small saved models and ways to damage them, for the tests of saving and loading."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,22 @@ def restate(folder: Path) -> None:
             facts |= {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}
 
     edit(folder, change)
+
+
+def killed(*lines: str) -> None:
+    """Run lines of Python in another process that ends itself, as if it was killed."""
+    code = "\n".join(["import os, shutil", "from pathlib import Path", "from softmoe.storage import files", *lines])
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 9
+
+
+def killed_between_renames(folder: Path) -> None:
+    """Replace the folder by an empty one in a process that ends when neither of them has the name."""
+    killed(
+        "rename = os.rename",
+        "os.rename = lambda old, new: os._exit(9) if files.PARTIAL in str(old) else rename(old, new)",
+        f"with files.whole_folder(Path({str(folder)!r})): pass",
+    )
+    assert not folder.exists()
 
 
 def refused(folder: Path | str, *words: str, **options) -> None:

@@ -150,7 +150,7 @@ _OPTION_PARSERS: dict[str, Any] = {
 
 def locate(address: str) -> Path | None:
     """Find the file or folder of another library's weights; None for a model that `open_saved` opens."""
-    path = home_path(address)
+    path = hub.model_path(address)
     if path.is_dir():
         return path if is_foreign(path) else None
     if path.suffix in PICKLES:

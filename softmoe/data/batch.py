@@ -192,7 +192,7 @@ def with_draws(batch: Batch, seed: int, step: int, first: int) -> Batch:
 
 @dataclass(frozen=True)
 class EvaluationBatches(Pinning):
-    """The batches of one pass over all examples, in order. All ranks have equally many; the last may be empty."""
+    """The batches of one pass over all examples, in order. All ranks have equally many; a share may be empty."""
 
     source: Source
     transform: Transform
@@ -203,7 +203,7 @@ class EvaluationBatches(Pinning):
     raw: bool = False
 
     def __post_init__(self) -> None:
-        check_batch(self.batch_size, self.world, self.rank)
+        check_batch(self.batch_size, self.world, self.rank, even=False)
 
     def __len__(self) -> int:
         return -(-len(self.source) // self.batch_size)

@@ -15,6 +15,7 @@ import os
 import re
 import stat
 import warnings
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,8 @@ MAX_PLAIN = 5_000_000  # pixels of a PPM that are written as text
 MAX_COMMENTS = 100
 MAX_TABLE = 300_000  # numbers in a table of a TIFF: 65,535 strips of four colors are fewer
 
+_UNCOMPRESSED = (".bmp", ".ppm", ".pgm", ".tif", ".tiff")
+_SAMPLED, _SMALL = 64, 1_000_000  # so many files, of at most so many bytes, are read for a fingerprint
 _ORIENTATION = 0x0112  # the EXIF tag
 _SIDEWAYS = (5, 6, 7, 8)  # its values that exchange height and width
 _TILE_WIDTH, _TILE_HEIGHT = 322, 323  # TIFF tags
@@ -97,6 +100,24 @@ def read_member(archive: ByteReader, offset: int, size: int, name: str) -> bytes
         return archive.read(offset, size)
     except OSError as error:
         raise BrokenImage(name, error.strerror or str(error)) from error
+
+
+def is_uncompressed(name: str) -> bool:
+    """Tell by its name if an image is as large whatever it shows, so that its size says nothing of it."""
+    return name.lower().endswith(_UNCOMPRESSED)
+
+
+def some_contents(read: Callable[[int], bytes], files: Iterable[tuple[int, int]]) -> Iterator[bytes]:
+    """Yield the contents of some of the small ones among files (number, bytes), for the fingerprint of a source.
+
+    It is for files whose names and sizes do not tell variants of a set apart.
+    """
+    small = [number for number, size in files if size <= _SMALL]
+    for number in small[:: -(-len(small) // _SAMPLED) or 1]:
+        try:
+            yield read(number)
+        except BrokenImage as error:
+            yield error.reason.encode()
 
 
 def decode(data: bytes, name: str, min_side: MinSide = None, max_pixels: int = MAX_PIXELS) -> np.ndarray:

@@ -12,12 +12,11 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from softmoe.data.decode import BrokenImage, decode, read_image_file, read_member
+from softmoe.data.decode import decode, is_uncompressed, read_image_file, read_member, some_contents
 from softmoe.data.files import (
     IMAGE_SUFFIXES,
     ByteReader,
@@ -47,8 +46,6 @@ from softmoe.paths import home_path
 from softmoe.storage.files import MAX_JSON_BYTES, check_names, parse_json, read_json
 
 _TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz")
-_UNCOMPRESSED = (".bmp", ".ppm", ".pgm", ".tif", ".tiff")  # as large, whatever they show
-_SAMPLED, _SMALL = 64, 1_000_000  # so many of them, of at most so many bytes, are read for the fingerprint
 
 
 class FolderSource(Source):
@@ -76,7 +73,9 @@ class FolderSource(Source):
             self._names.blob,
             self._sizes.tobytes(),
             self.labels.tobytes(),
-            *self._sample([i for i, r in enumerate(rows) if r[1].lower().endswith(_UNCOMPRESSED) and r[3] <= _SMALL]),
+            *some_contents(
+                lambda i: self._file(i)[1], ((i, r[3]) for i, r in enumerate(rows) if is_uncompressed(r[1]))
+            ),
         )
 
     def __len__(self) -> int:
@@ -91,14 +90,6 @@ class FolderSource(Source):
         if self._tar is None:
             return name, read_image_file(self._root / name, name)
         return name, read_member(self._tar, int(self._offsets[index]), int(self._sizes[index]), name)
-
-    def _sample(self, indices: list[int]) -> Iterator[bytes]:
-        """Yield the contents of some of these files, whose names and sizes do not tell variants of a set apart."""
-        for index in indices[:: -(-len(indices) // _SAMPLED) or 1]:
-            try:
-                yield self._file(index)[1]
-            except BrokenImage as error:
-                yield error.reason.encode()
 
 
 def open_folder(path: str, split: str, *, val: str | None = None) -> FolderSource:

@@ -1,10 +1,11 @@
 """The server that worker processes are forked from, so that each starts quickly and Ctrl-C does not reach it."""
 
 import multiprocessing
-import signal
 from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
+
+from softmoe.machine import interrupts_blocked
 
 
 def fork_server(preload: Sequence[str]) -> Any:
@@ -17,9 +18,6 @@ def fork_server(preload: Sequence[str]) -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
     resource_tracker.ensure_running()  # before the signal is blocked: its start lets the signal through again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
+    with interrupts_blocked():
         forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context

@@ -86,12 +86,13 @@ def order(
     return result
 
 
-def check_batch(batch_size: int, world: int, rank: int) -> None:
+def check_batch(batch_size: int, world: int, rank: int, *, even: bool = True) -> None:
+    """Raise ValueError for a batch that these processes cannot share, evenly if asked."""
     if batch_size < 1:
         raise ValueError(f"The batch must have at least 1 image, got {batch_size}.")
     if world < 1 or not 0 <= rank < world:
         raise ValueError(f"Need 0 <= rank < world, not {world=}, {rank=}.")
-    if batch_size % world:
+    if even and batch_size % world:
         raise ValueError(
             f"The batch of {batch_size} images cannot be shared evenly by {world} processes; "
             f"take a multiple of {world}, for example {-(-batch_size // world) * world}."

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from softmoe.data.decode import BrokenImage, decode, read_image_file
+from softmoe.data.decode import BrokenImage, decode, is_uncompressed, read_image_file, some_contents
 from softmoe.data.files import IMAGE_SUFFIXES, MAX_TEXT, Names, file_size, is_image_name, report_left_out
 from softmoe.data.source import Example, MinSide, Source, fingerprint
 from softmoe.data.splits import (
@@ -38,26 +38,39 @@ class PairsSource(Source):
         self._root, self._names = root, Names(names)
         sizes = [file_size(self._path(i)) for i in range(len(names))]
         texts = [file_size(self._path(i).with_suffix(".txt")) for i in range(len(names))]
-        self.fingerprint = fingerprint("pairs", self._names.blob, sizes, texts)
+        uncompressed = ((i, size) for i, size in enumerate(sizes) if is_uncompressed(names[i]))
+        self.fingerprint = fingerprint(
+            "pairs",
+            self._names.blob,
+            sizes,
+            texts,
+            *some_contents(self._image_file, uncompressed),
+            *some_contents(self._text_file, ((i, size) for i, size in enumerate(texts) if size >= 0)),
+        )
 
     def __len__(self) -> int:
         return len(self._names)
 
     def read(self, index: int, min_side: MinSide = None) -> Example:
         name = self._names[index]
-        data = read_image_file(self._path(index), name)
-        return Example(decode(data, name, min_side), (), self._captions(index), name)
+        return Example(decode(self._image_file(index), name, min_side), (), self._captions(index), name)
 
     def read_captions(self, indices: Sequence[int] | np.ndarray) -> list[tuple[str, ...]]:
         return [self._captions(int(index)) for index in indices]
 
     def _captions(self, index: int) -> tuple[str, ...]:
-        path = self._path(index).with_suffix(".txt")
         try:
-            text = read_image_file(path, path.name, MAX_TEXT)
+            text = self._text_file(index)
         except BrokenImage:
             return ()
         return tuple(line.strip() for line in text.decode("utf-8", "replace").splitlines() if line.strip())
+
+    def _image_file(self, index: int) -> bytes:
+        return read_image_file(self._path(index), self._names[index])
+
+    def _text_file(self, index: int) -> bytes:
+        path = self._path(index).with_suffix(".txt")
+        return read_image_file(path, path.name, MAX_TEXT)
 
     def _path(self, index: int) -> Path:
         return self._root / self._names[index]

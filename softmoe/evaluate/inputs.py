@@ -24,6 +24,7 @@ from softmoe.inference import Storage, open_mapped, prepare
 from softmoe.machine import Precision, choose_device, choose_precision
 from softmoe.models import TwoTower, VisionTransformer
 from softmoe.models.classification import Loss
+from softmoe.models.embed import unseen_pixels
 from softmoe.paths import home_path
 from softmoe.storage import Preprocessing, SavedModel, load_saved, open_saved
 from softmoe.storage.files import read_json
@@ -139,10 +140,15 @@ class CastTwoTower(TwoTower):
 
 
 def preprocessing_at(saved: SavedModel, image_size: int | tuple[int, int] | None) -> Preprocessing:
-    """Return the preprocessing of the saved model, or that for images of another size."""
+    """Return the preprocessing of the saved model, or that for images of another size.
+
+    Pixels of that size which the model will not see are told about.
+    """
     if image_size is None:
         return saved.preprocessing
     size = (image_size, image_size) if isinstance(image_size, int) else image_size
+    for said in unseen_pixels(size, saved.config.patch_size):
+        logger.warning("softmoe: %s", said)
     return replace(saved.preprocessing, image_size=size)
 
 

@@ -267,9 +267,23 @@ def plain(axis: Any) -> None:
 
 
 def finish(axis: Any, x_label: str, y_label: str) -> None:
-    """Name the two axes of a panel, and take the frame away."""
+    """Name the two axes of a panel, and take the frame away. A share in percent has no ticks above 100."""
     axis.set(xlabel=x_label, ylabel=y_label)
+    for side, text in ((axis.xaxis, x_label), (axis.yaxis, y_label)):
+        if "(%)" in text and side.get_scale() == "linear":
+            side.set_major_locator(ticks_up_to(100.0))
     plain(axis)
+
+
+def ticks_up_to(most: float) -> Any:
+    """Return matplotlib's usual choice of ticks without those above `most`: what is beyond it is room for words."""
+    from matplotlib.ticker import AutoLocator
+
+    class UpTo(AutoLocator):
+        def tick_values(self, vmin: float, vmax: float) -> Any:
+            return [tick for tick in super().tick_values(vmin, vmax) if tick <= most]
+
+    return UpTo()
 
 
 def fewer_colors(png: bytes) -> bytes:

@@ -54,6 +54,17 @@ class PatchEmbed(nn.Module):
         return self.proj(images).flatten(2).transpose(1, 2).contiguous()
 
 
+def unseen_pixels(sides: tuple[int, int], patch: int) -> list[str]:
+    """Say which pixels of an image, beyond the last whole patch, the model does not see, and which sizes are whole."""
+    names = ("height and width",) if sides[0] == sides[1] else ("height", "width")
+    return [
+        f"the last {side % patch} of the {side} pixels of the {name} are not seen, since patches have {patch} a side; "
+        f"{side - side % patch} and {side - side % patch + patch} are whole"
+        for name, side in zip(names, sides, strict=False)
+        if side % patch
+    ]
+
+
 class LearnedPositions(nn.Module):
     """A learned vector per patch, resampled to any grid, and one per prefix token (class token, registers)."""
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from softmoe.models.transformer import MLP, NORM_EPS, Attention
+from softmoe.models.transformer import MLP, NORM_EPS, Attention, XavierLinear
 from softmoe.moe.experts import lecun_normal_, xavier_uniform_
 
 
@@ -65,10 +65,13 @@ class AttentionPool(nn.Module):
     def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> Tensor:
         a = self.attention
         B, _, D = x_BMD.shape
-        weight_q, weight_kv = a.qkv.weight.split([D, 2 * D])
-        bias_q, bias_kv = a.qkv.bias.split([D, 2 * D])
-        query = F.linear(self.probe.expand(B, 1, D), weight_q, bias_q)
-        keys_values = F.linear(x_BMD, weight_kv, bias_kv)
+        probe = self.probe.expand(B, 1, D)
+        if isinstance(a.qkv, XavierLinear):  # only the probe has a query, and only tokens have keys and values
+            weight_q, weight_kv = a.qkv.weight.split([D, 2 * D])
+            bias_q, bias_kv = a.qkv.bias.split([D, 2 * D])
+            query, keys_values = F.linear(probe, weight_q, bias_q), F.linear(x_BMD, weight_kv, bias_kv)
+        else:  # what was put in its place, such as a LoRA, computes more than its weights say
+            query, keys_values = a.qkv(probe)[..., :D], a.qkv(x_BMD)[..., D:]
         query_BA1E = query.unflatten(2, (a.heads, -1)).transpose(1, 2)
         key_BAME, value_BAME = keys_values.unflatten(2, (2, a.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         mixed_BA1E = F.scaled_dot_product_attention(

@@ -6,6 +6,7 @@ Every combination works; `list_models` lists the usual ones.
 
 import difflib
 import re
+import warnings
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -119,7 +120,14 @@ def override(config: ViTConfig, changes: dict[str, Any]) -> ViTConfig:
 def create_model(
     name: str, *, num_classes: int | None = 1000, image_size: int | tuple[int, int] = 224, **overrides: Any
 ) -> "VisionTransformer":
-    """Build a freshly initialized model. Under `torch.device("meta")` it takes no memory."""
+    """Build a freshly initialized model. Under `torch.device("meta")` it takes no memory.
+
+    It warns of an image size that is no whole number of patches: the model does not see what is beyond the last.
+    """
+    from softmoe.models.embed import unseen_pixels
     from softmoe.models.vit import VisionTransformer
 
-    return VisionTransformer(model_config(name, num_classes=num_classes, image_size=image_size, **overrides))
+    model = VisionTransformer(model_config(name, num_classes=num_classes, image_size=image_size, **overrides))
+    for said in unseen_pixels(model.config.image_shape, model.config.patch_size):
+        warnings.warn(f"{name}: {said}", stacklevel=2)
+    return model

@@ -1,26 +1,13 @@
 """Bring the ranks' numbers together: the true norm of a sharded gradient, means over ranks, the rows of all ranks."""
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from softmoe.accelerate.torch_private import multiply_all_
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
-
-def is_spread(tensor: Any) -> TypeGuard["DTensor"]:
-    """Tell if a tensor is a DTensor, without importing that class, which takes a second."""
-    return hasattr(tensor, "to_local")
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this rank keeps; the tensor itself if it is a plain one."""
-    return tensor.to_local() if is_spread(tensor) else tensor
+from softmoe.machine import is_spread, local
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -94,6 +81,19 @@ def gather_rows(rows: Tensor) -> Tensor:
     from torch.distributed.nn.functional import all_gather  # slow to import
 
     return torch.cat(all_gather(rows))
+
+
+def gather_uneven(rows: Tensor) -> Tensor:
+    """Gather (B, ...), where B is another on each rank and may be 0, into the rows of all ranks. It has no gradient."""
+    if ranks() == 1:
+        return rows
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks())]
+    dist.all_gather(counts, torch.tensor([len(rows)]))
+    most = max(int(count) for count in counts)
+    padded = torch.cat([rows, rows.new_zeros(most - len(rows), *rows.shape[1:])])
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)])
 
 
 def first_row(rows: Tensor) -> int:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from softmoe.machine import local
 from softmoe.storage.files import FileFacts, read_json, whole_folder, write_json
 from softmoe.storage.weights import Spec, WeightFiles, check_finite, check_same, write_tensors
 
@@ -92,13 +93,8 @@ def _host_copy(tensor: Tensor) -> Tensor:
     if tensor.device.type != "cuda":
         return tensor.to("cpu", copy=True).contiguous()
     copy = torch.empty_like(tensor, device="cpu", pin_memory=True, memory_format=torch.contiguous_format)
-    _local(copy).copy_(_local(tensor), non_blocking=True)
+    local(copy).copy_(local(tensor), non_blocking=True)
     return copy
-
-
-def _local(tensor: Any) -> Tensor:
-    """Return this rank's part of a tensor; all of it if it is not sharded."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def write_checkpoint(folder: Path, snapshot: Snapshot, group: Any = None) -> Path:
@@ -274,7 +270,7 @@ def restore(
 def check_moments(moments: Tensors, found: Checkpoint) -> None:
     """Raise ValueError for moments that no run of so many steps has: too many updates, means of squares below zero."""
     for key, value in moments.items():
-        part = _local(value)
+        part = local(value)
         if part.device.type != "cpu":
             continue  # reading it would wait; there, steps that are not finite are skipped and reported
         if key.endswith("/exp_avg_sq") and bool((part < 0).any()):

@@ -17,7 +17,7 @@ import stat
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -120,17 +120,35 @@ def put_in_place(partial: Path, target: Path) -> None:
         sync_folder(path) if path.is_dir() else sync_file(path)
     sync_folder(partial)
     old = target.with_name(f"{PARTIAL}{target.name}-{os.getpid()}-old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        os.rename(target, old)
-    try:
-        os.rename(partial, target)
-    except OSError:
-        if old.exists():
-            os.rename(old, target)
-        raise
+    for may_try_again in (True, True, False):
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            os.rename(target, old)
+        try:
+            os.rename(partial, target)
+            break
+        except OSError:
+            if may_try_again and target.exists():  # a reader has just brought the old one back
+                continue
+            if old.exists():
+                os.rename(old, target)
+            raise
     sync_folder(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    for folder in replaced(target):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def replaced(target: Path) -> list[Path]:
+    """List the folders that had the name `target` until `put_in_place` gave them another, for as long as it works."""
+    name = re.compile(re.escape(f"{PARTIAL}{target.name}") + r"-\d+-old")
+    return sorted(path for path in target.parent.glob(f"{PARTIAL}*-old") if name.fullmatch(path.name))
+
+
+def bring_back(target: Path) -> None:
+    """Give a folder its name again, if a process that was to replace it was killed between its two renames."""
+    if not os.path.lexists(target) and (found := replaced(target)):
+        with suppress(OSError):  # where nothing may be written it stays as it is
+            os.rename(found[-1], target)
 
 
 def remove_folder(path: Path) -> None:

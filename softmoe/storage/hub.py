@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from softmoe.models import model_config
 from softmoe.moe import SoftConfig
 from softmoe.paths import home_path
-from softmoe.storage.files import first_line, follow_link
+from softmoe.storage.files import bring_back, first_line, follow_link
 from softmoe.storage.settings import flatten
 
 if TYPE_CHECKING:  # it imports this module
@@ -54,9 +54,17 @@ def holds_model(path: Path) -> bool:
     return any((path / name).exists() for name in _MARKS)
 
 
+def model_path(where: str | Path) -> Path:
+    """Return the path at which a model is looked for, brought back if a process was killed while it replaced it."""
+    path = home_path(where)
+    for folder in (path, path / "model"):
+        bring_back(folder)
+    return follow_link(path)
+
+
 def why_no_model(where: str | Path) -> str | None:
     """Say why nothing that is called so can be a model; None if there may be one."""
-    path = follow_link(home_path(where))
+    path = model_path(where)
     if str(where) == "demo" or path.is_file() or holds_model(path):
         return None
     if path.is_dir():

@@ -18,7 +18,6 @@ from typing import Any
 
 from softmoe.models import TwoTowerConfig, ViTConfig
 from softmoe.moe import RouterConfig
-from softmoe.paths import home_path
 from softmoe.storage import hub
 from softmoe.storage.architecture import Architecture, parse_architecture, split_architecture
 from softmoe.storage.checkpoint import check_file, check_parts, read_manifest
@@ -123,7 +122,7 @@ def open_saved(where: str | Path) -> SavedModel:
     Of a run: its exported model/ if there is one, else the best checkpoint, else the last. `demo`, where no folder
     of that name holds a model, is the small one that comes inside the package.
     """
-    path = follow_link(home_path(where))
+    path = hub.model_path(where)
     if str(where) == "demo" and not hub.holds_model(path):
         return read_saved(DEMO)
     if path.is_file():

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
+from softmoe.machine import local
 from softmoe.models import TwoTowerConfig, ViTConfig
 from softmoe.storage.checkpoint import write_texts
 from softmoe.storage.files import PARTIAL, FileFacts, empty_folder, first_line, put_in_place, sync_file
@@ -120,7 +120,7 @@ def read_parts(
             no_dist=alone or not dist.is_initialized(),
         )
     for name, tensor in targets.items():
-        check_finite(name, tensor.to_local() if isinstance(tensor, DTensor) else tensor, place)
+        check_finite(name, local(tensor), place)
 
 
 def save_parts(place: Path, config: ViTConfig | TwoTowerConfig, folder: str | Path, **more: object) -> SavedModel:

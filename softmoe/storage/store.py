@@ -16,7 +16,7 @@ from softmoe.storage.checkpoint import (
     write_checkpoint,
 )
 from softmoe.storage.checkpoint_section import CheckpointSection
-from softmoe.storage.files import PARTIAL, first_line, point_link, remove_folder
+from softmoe.storage.files import PARTIAL, bring_back, first_line, point_link, remove_folder
 
 
 class CheckpointStore:
@@ -100,14 +100,11 @@ class CheckpointStore:
         return None
 
     def sweep(self) -> None:
-        """Remove folders that a killed process left half written; one that it was about to replace gets its name back.
-
-        `put_in_place` calls the old folder `.partial-NAME-PID-old` until the new one has its name.
-        """
+        """Remove folders that a killed process left half written; one that it was to replace gets its name back."""
         for old in self.folder.glob(f"{PARTIAL}*-old"):
             name = old.name.removeprefix(PARTIAL).rsplit("-", 2)[0]
-            if STEP_NAME.fullmatch(name) and not (self.folder / name).exists():
-                old.rename(self.folder / name)
+            if STEP_NAME.fullmatch(name):
+                bring_back(self.folder / name)
         for partial in self.folder.glob(f"{PARTIAL}*"):
             shutil.rmtree(partial, ignore_errors=True)
 

@@ -8,28 +8,20 @@ Asked for again, a study goes on where it was stopped or killed; what is done is
 reported, and the others go on.
 """
 
-import multiprocessing
-import os
-import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from softmoe.machine import end_with_parent
 from softmoe.storage.files import read_json, write_json, write_text
 from softmoe.studies import Study
 from softmoe.studies.jobs import Job, Stopped, key_of
 from softmoe.studies.lab import Cell, Lab, make_lab
 from softmoe.studies.results import QUALITY, Claim, Row, Table, write_verdict
+from softmoe.studies.workers import Outcome, execute
 
 Say = Callable[[str], None]
-Outcome = dict[str, float] | str
-"""Numbers, or why there are none."""
-
-
 ALL = Study(())
 """All cells, one job at a time."""
 SHARE = 0.2  # of the machine's rate of products that we expect training to reach, where nothing was measured
@@ -210,66 +202,6 @@ def unfinished(cells: list[Cell], store: Store) -> list[Job]:
     return list(found.values())
 
 
-def execute(pending: list[Job], store: Store, jobs: int) -> Iterator[tuple[Job, Outcome]]:
-    """Yield each job when it is done or has failed; raise Stopped if a signal asked for it."""
-    if jobs > 1 and len(pending) > 1:
-        yield from execute_together(pending, store, jobs)
-        return
-    for job in pending:
-        yield job, attempt(store, job)
-
-
-def attempt(store: Store, job: Job) -> Outcome:
-    try:
-        return store.work(job)
-    except Exception as error:
-        if isinstance(error, Stopped):
-            raise
-        return f"{type(error).__name__}: {error}"
-
-
-def execute_together(pending: list[Job], store: Store, jobs: int) -> Iterator[tuple[Job, Outcome]]:
-    """Run jobs in processes of one thread each; with several GPUs each process sees one.
-
-    First those that need no other job.
-    """
-    context = multiprocessing.get_context("spawn")
-    places = context.Queue()
-    for place in range(jobs):
-        places.put(place)
-    first = [job for job in pending if job.needs is None]
-    later = [job for job in pending if job.needs is not None]
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=own_worker, initargs=(places,)) as pool:
-        for batch in (first, later):
-            waiting: dict[Future[Outcome], Job] = {pool.submit(attempt, store, job): job for job in batch}
-            try:
-                for future in as_completed(waiting):
-                    yield waiting[future], future.result()
-            except BaseException:  # what has not begun is not begun; what runs saves itself on the same signal
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
-
-
-def own_worker(places) -> None:
-    """Make a worker's process its own: one CPU thread, one GPU. It saves its run and ends if the study is killed."""
-    import torch
-
-    place = places.get()
-    torch.set_num_threads(1)
-    count = torch.cuda.device_count()
-    if count:
-        os.environ["CUDA_VISIBLE_DEVICES"] = own_gpu(place, count)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    end_with_parent()
-
-
-def own_gpu(place: int, count: int) -> str:
-    """Return the name of a worker's GPU, one of the user's CUDA_VISIBLE_DEVICES, of which the first `count` work."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = given.split(",") if given else [str(number) for number in range(count)]
-    return names[place % count].strip()
-
-
 def write_results(folder: Path, table: Table) -> Path:
     return write_text(folder / "results.csv", table.to_csv())
 
@@ -305,6 +237,8 @@ class Estimate:
     measured: bool
 
     def __str__(self) -> str:
+        from softmoe.train.log import duration
+
         how = "as finished runs had here" if self.measured else f"assumed: {SHARE:.0%} of this machine's peak"
         return (
             f"{self.study}: {self.cells} cells, {self.jobs} jobs to do, {self.flops:.3g} FLOPs, "
@@ -333,10 +267,3 @@ def assumed() -> float:
     from softmoe.train.log import peak_flops
 
     return SHARE * peak_flops(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def duration(seconds: float) -> str:
-    for unit, size in (("years", 31_557_600), ("days", 86_400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:,.1f} {unit}"
-    return f"{seconds:.0f} seconds"

@@ -24,9 +24,10 @@ from softmoe.report.runs import comparison, save_png
 from softmoe.storage.saved import DEMO
 from softmoe.studies import Demo, Quickstart
 from softmoe.studies.catalog.controls import CLAIMS, METHODS, draw_gains
-from softmoe.studies.driver import Store, execute, outcome_text
+from softmoe.studies.driver import Store, outcome_text
 from softmoe.studies.jobs import Job, Stopped, Training
 from softmoe.studies.results import Row, Table
+from softmoe.studies.workers import execute
 from softmoe.train import TrainConfig
 from softmoe.train.folder import RunFolder, write_model
 

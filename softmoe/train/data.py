@@ -122,18 +122,17 @@ class Data:
 
     @property
     def eval_share(self) -> int:
-        """The number of images of this rank in each batch of an evaluation; the last may have fewer."""
+        """The most images of this rank in a batch of an evaluation, which all ranks share."""
         return -(-self.config.data.eval_batch_size // self.world)
 
     def validation(self) -> Iterator[Batch]:
         """Yield this rank's share of the validation batches. All ranks have equally many; a batch may be empty."""
         d, examples = self.config.data, self.config.evaluation.examples
-        size = self.eval_share * self.world
         buffers = buffers_of(d, self.eval_share, self.device.type)
         made = evaluation_batches(
             self.val,
             Transform(d.transform, train=False),
-            size,
+            d.eval_batch_size,
             self.world,
             self.rank,
             buffers.workers,
@@ -141,11 +140,7 @@ class Data:
             self.captions,
             raw=self.device.type != "cpu",
         )
-        batches = self._watched(made)
-        if examples is not None:
-            shared = self.world > 1
-            batches = share_of_first(batches, examples, size) if shared else first_examples(batches, examples)
-        return batches_on_device(batches, self.device)
+        return batches_on_device(first_examples(self._watched(made), examples, d.eval_batch_size), self.device)
 
     def _watched(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         for batch in batches:
@@ -174,19 +169,13 @@ def buffers_of(d: DataSection, images: int, device: str) -> Buffers:
     return Buffers.within(d.buffer_mb << 20, workers, d.prefetch, images * image_bytes)
 
 
-def first_examples(batches: Iterable[Batch], examples: int) -> Iterator[Batch]:
-    left = examples
-    for batch in batches:
-        yield batch if len(batch) <= left else slice_batch(batch, 0, left)
-        left -= len(batch)
-        if left <= 0:
-            return
+def first_examples(batches: Iterable[Batch], examples: int | None, size: int) -> Iterator[Batch]:
+    """Yield one rank's part of the first `examples` of the data, or of all; `size` images are in a batch of all ranks.
 
-
-def share_of_first(batches: Iterable[Batch], examples: int, size: int) -> Iterator[Batch]:
-    """Return one rank's part of the first `examples`; `size` images are in a batch of all ranks."""
-    for batch in itertools.islice(batches, -(-examples // size)):
-        yield slice_batch(batch, 0, int((batch.indices < examples).sum()))
+    Those among them that cannot be read are left out and not replaced, so that ranks need not know of each other's.
+    """
+    for batch in itertools.islice(batches, None if examples is None else -(-examples // size)):
+        yield batch if examples is None else slice_batch(batch, 0, int((batch.indices < examples).sum()))
 
 
 def slice_batch(batch: Any, start: int, stop: int) -> Any:
@@ -245,8 +234,7 @@ class FeatureData(Data):
         rows, size = np.arange(len(self.val_features.indices)), self.config.data.eval_batch_size
         starts = range(0, len(rows), size)
         batches = (feature_batch(self.val, self.val_features, rows[start : start + size]) for start in starts)
-        examples = self.config.evaluation.examples
-        return batches_on_device(batches if examples is None else first_examples(batches, examples), self.device)
+        return batches_on_device(first_examples(batches, self.config.evaluation.examples, size), self.device)
 
 
 class FeatureLoader:

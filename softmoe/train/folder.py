@@ -6,6 +6,7 @@ and also `steps` and `schedule`, if every learning rate already used stays the s
 
 import itertools
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -181,11 +182,25 @@ def free_name(config: TrainConfig, recipe: TrainConfig, *, named: bool) -> tuple
         shown = chosen[:LISTED]
         more = f"\n  and {len(first) - len(shown)} more" if len(first) > len(shown) else ""
         holds = f"{RunFolder.of(config).path} holds a run of another configuration:\n  " + "\n  ".join(shown) + more
-        raise ValueError(f"{holds}\nuse another --run-name, or remove the folder to start again")
+        raise ValueError(f"{holds}\n{way_out(config, first, 'another --run-name')}")
     made, shown = replace(config, run_name=name), chosen[:BRIEFLY]
     more = f" and {len(first) - len(shown)} more" if len(first) > len(shown) else ""
     holds = f"{RunFolder.of(config).path} holds another run ({', '.join(shown)}{more})"
     return made, f"{holds}, so this one is {RunFolder.of(made).path}; --run-name chooses a name"
+
+
+def way_out(config: TrainConfig, changed: list[str], name: str) -> str:
+    """Say what to do about a run that differs so from these settings; `name` is how another name is asked for."""
+    folder = RunFolder.of(config)
+    stored = folder.stored()
+    longer = stored is not None and config.steps > stored[0].steps and config.text.size is None
+    if longer and all(any(matches(line.split(": ")[0], rule) for rule in FUTURE) for line in changed):
+        train_on = f"softmoe finetune {shlex.quote(str(folder.path))} {shlex.quote(config.data.train)} --steps N"
+        return (
+            f"the schedule would have given the steps that are done other learning rates, so they cannot be a part of "
+            f"{config.steps}: {train_on} trains the model of this run further, in a run of its own; {name} starts again"
+        )
+    return f"use {name}, or remove the folder to start again"
 
 
 def without_consequences(changed: list[str]) -> list[str]:

@@ -212,8 +212,12 @@ def progress_line(
 
 
 def duration(seconds: float) -> str:
+    """Return a time as people say it: 7s, 1m30s, 2h05m; from two days on in days or years."""
     if not math.isfinite(seconds):
         return "?"
+    for unit, size in (("years", 31_557_600), ("days", 86_400)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.1f} {unit}"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

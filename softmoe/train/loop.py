@@ -28,7 +28,7 @@ from softmoe.train.config import TrainConfig
 from softmoe.train.data import Extract
 from softmoe.train.distributed import process_team
 from softmoe.train.evaluation import Evaluator
-from softmoe.train.folder import RunFolder, differences
+from softmoe.train.folder import RunFolder, differences, way_out
 from softmoe.train.log import Clock, make_sinks
 from softmoe.train.objectives import Objective
 from softmoe.train.reporting import diverged, evaluate, log, report_bad_steps, report_starving, show_progress
@@ -211,7 +211,7 @@ def resume(run: Run) -> None:
         lines = "\n  ".join(dict.fromkeys(changed))
         raise ValueError(
             f"{run.folder.path} holds a run of another configuration:\n  {lines}\n"
-            "use another run_name, or remove the folder to start again"
+            f"{way_out(run.config, changed, 'another run_name')}"
         )
     run.team.wait()  # all have read the folder
     if run.team.leads:

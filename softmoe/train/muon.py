@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from softmoe.parallel.reduce import is_spread, local, local_shard, whole
+from softmoe.machine import is_spread, local
+from softmoe.parallel.reduce import local_shard, whole
 
 QKV = re.compile(r"\.qkv\.weight$")  # query, key and value: three matrices in one
 NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315

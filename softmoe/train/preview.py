@@ -6,6 +6,7 @@ from softmoe.budget import Memory, blocks_to_recompute, cost, memory, text_cost,
 from softmoe.data import Source
 from softmoe.machine import memory_of
 from softmoe.models import TwoTower, TwoTowerConfig, VisionTransformer, ViTConfig
+from softmoe.models.embed import unseen_pixels
 from softmoe.models.two_tower import features_dim
 from softmoe.storage.settings import flatten
 from softmoe.train.config import TrainConfig
@@ -32,7 +33,8 @@ def preview(config: TrainConfig) -> str:
     learned = learned_names(config, towers or shape)
     training = training_flops(shape, [name.removeprefix("image.") for name in learned]) / 1e9
     gigaflops = f"{price.forward_flops / 1e9:.3f} GFLOPs forward and {training:.3f} GFLOPs training"
-    lines = [f"  {price.params:,} parameters, {gigaflops} per image"]
+    of = "" if towers is None else "image tower: "
+    lines = [f"  {of}{price.params:,} parameters, {gigaflops} per image"]
     if towers is not None:
         text = text_cost(towers.text, towers.embed_dim or features_dim(towers))
         lines.append(f"  text tower: {text.params:,} parameters, {text.train_flops / 1e9:.3f} GFLOPs training per text")
@@ -85,17 +87,6 @@ def remarks(config: TrainConfig, shape: ViTConfig, source: Source) -> list[str]:
         advice = ": adapters of the dense model itself are fewer" if share > MANY_LEARNED else ""
         said.append(f"{share:.1%} of the weights are trained and saved{advice}")
     return said
-
-
-def unseen_pixels(sides: tuple[int, int], patch: int) -> list[str]:
-    """Say which pixels of an image, beyond the last whole patch, the model does not see, and which sizes are whole."""
-    names = ("height and width",) if sides[0] == sides[1] else ("height", "width")
-    return [
-        f"the last {side % patch} of the {side} pixels of the {name} are not seen, since patches have {patch} a side; "
-        f"{side - side % patch} and {side - side % patch + patch} are whole"
-        for name, side in zip(names, sides, strict=False)
-        if side % patch
-    ]
 
 
 def learned_share(config: TrainConfig, shape: ViTConfig) -> float:

@@ -17,6 +17,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +40,8 @@ from softmoe.storage.files import whole_folder
 from softmoe.storage.saved import TOKENIZER_FILES
 from softmoe.train.config import ModelSection, TrainConfig
 from softmoe.train.data import Data
-from softmoe.train.evaluation import classify
+from softmoe.train.distributed import Team
+from softmoe.train.evaluation import classify, evaluate_share
 from softmoe.train.folder import RunFolder, write_model
 from softmoe.train.log import MetricsFile
 from softmoe.train.loop import Result
@@ -153,9 +155,8 @@ def refit_head(run: RunFolder, report: Callable[[str], None] = print) -> dict[st
     )
     l2 = fit_head(model, features)
     scale_head(model, held_out, config.objective.loss)
-    numbers = {
-        f"val/{name}": value for name, value in classify(model, data.validation(), config.objective.loss).items()
-    }
+    found = evaluate_share(partial(classify, loss=config.objective.loss), model, data, Team())
+    numbers = {f"val/{name}": value for name, value in found.items()}
     better = sort_key(best_entry("val/top1", numbers)) > sort_key(best_entry("val/top1", before))
     said = (
         f"head in closed form on {len(features)} training images: top-1 {numbers['val/top1']:.4f} and loss "

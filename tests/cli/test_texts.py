@@ -58,7 +58,9 @@ def test_lit(tmp_path: Path, capsys: pytest.CaptureFixture):
     state = tower.state_dict()
     assert all((value == state[name]).all() for name, value in towers.model.image.state_dict().items())
     assert main(["train", "lit", "--image", str(start), *data, "--dry-run"]) == 0
-    assert "text tower:" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "image tower: " in said
+    assert "text tower: " in said
     assert main(["train", str(tmp_path / "lit"), "--log.quiet", "True"]) == 0
 
 

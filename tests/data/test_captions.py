@@ -157,3 +157,17 @@ def test_pairs(tmp_path, picture, encoded):
     assert open_source(f"pairs:{tmp_path / 'photos'}", "train").fingerprint != before
     with pytest.raises(ValueError, match=r"there is no folder .*val"):
         open_source(f"pairs:{tmp_path / 'photos'}", "val")
+
+
+@pytest.mark.parametrize("other", ["nothing", "caption", "pixels"])
+def test_pairs_are_known_by_captions_and_pixels(tmp_path, picture, encoded, other):
+    """Variants whose files have the same names and sizes are other data, and a copy is the same."""
+    for name in ("one", "two"):
+        changed = other if name == "two" else "nothing"
+        (tmp_path / name / "train").mkdir(parents=True)
+        for k in range(100):
+            image = encoded(picture(k + 1000 * (changed == "pixels"), 4, 4), "PPM")
+            (tmp_path / name / "train" / f"{k}.ppm").write_bytes(image)
+            (tmp_path / name / "train" / f"{k}.txt").write_text("a red cat" if changed == "caption" else "a big cat")
+    one, two = (open_source(f"pairs:{tmp_path / name}", "train").fingerprint for name in ("one", "two"))
+    assert (one == two) == (other == "nothing")

@@ -240,7 +240,7 @@ def test_wrong_label_is_named(workers):
 
 
 @pytest.mark.parametrize(
-    ("world", "batch_size", "workers"), [(1, 4, 0), (1, 4, 2), (2, 4, 0), (4, 4, 0), (1, 10, 0), (3, 12, 0)]
+    ("world", "batch_size", "workers"), [(1, 4, 0), (1, 4, 2), (2, 4, 0), (4, 4, 0), (1, 10, 0), (3, 12, 0), (3, 4, 0)]
 )
 def test_evaluation_sees_each_once(world, batch_size, workers):
     """Over all ranks every example comes once, and all ranks take the same number of steps."""

@@ -48,7 +48,7 @@ class Source:
         return Example(np.full((8, 8, 3), index, np.uint8), (index % 3,), name=str(index))
 
 
-def test_load_at_another_size(tmp_path):
+def test_load_at_another_size(tmp_path, caplog):
     """The saved preprocessing is used; a size given replaces its size only."""
     model = create_model("vit_ti8", image_size=16, width=16, heads=2, mlp_dim=16, depth=1, num_classes=2)
     softmoe.save_pretrained(model, tmp_path / "m", preprocessing=Preprocessing((16, 16), "resize"))
@@ -58,6 +58,9 @@ def test_load_at_another_size(tmp_path):
     assert wider.transform.crop == "resize"
     assert wider.class_names() == ("class 0", "class 1")
     assert load(tmp_path / "m", image_size=8).preprocessing.image_size == (8, 8)
+    assert not caplog.messages
+    load(tmp_path / "m", image_size=(24, 36))
+    assert "the last 4 of the 36 pixels of the width are not seen" in caplog.text
 
 
 @pytest.mark.skipif(not bfloat16_works(), reason="this processor has no working bfloat16")

@@ -1,9 +1,12 @@
 """Pooling and the head."""
 
+import copy
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from softmoe.models.heads import AttentionPool, FirstPool, Head, MeanPool, PreLogits
@@ -67,3 +70,32 @@ def test_head_start():
     assert pre.bias.abs().max() == 0
     assert pre.weight.std().item() == pytest.approx(1 / 16, rel=0.02)
     assert pre(100 * torch.randn(2, 256)).abs().max() <= 1
+
+
+class LowRank(nn.Module):
+    """A linear layer plus a product of low rank, whose weight is that of the layer alone, as PEFT has it."""
+
+    def __init__(self, layer: nn.Linear):
+        super().__init__()
+        self.layer = layer
+        self.a = nn.Parameter(torch.randn(2, layer.in_features, dtype=layer.weight.dtype))
+        self.b = nn.Parameter(torch.randn(layer.out_features, 2, dtype=layer.weight.dtype))
+        self.weight, self.bias = layer.weight, layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + x @ self.a.T @ self.b.T
+
+
+def test_what_stands_in_place_of_the_layer_takes_part():
+    """An attention pool with a low-rank change computes what the joined weights compute, and the change learns."""
+    pool = AttentionPool(8, 2, 16).double()
+    joined = copy.deepcopy(pool)
+    low: Any = LowRank(pool.attention.qkv)
+    pool.attention.qkv = low
+    joined.attention.qkv.weight.data += low.b.detach() @ low.a.detach()
+    x = torch.randn(3, 5, 8, dtype=torch.float64)
+    found = pool(x)
+    torch.testing.assert_close(found, joined(x))
+    found.sum().backward()
+    assert low.a.grad.any()
+    assert low.b.grad.any()

@@ -150,3 +150,11 @@ def test_expert_options_need_experts():
     """A dense model has no experts to set."""
     with pytest.raises(ValueError, match="unknown model option 'num_experts'"):
         create_model("vit_ti16", num_experts=4)
+
+
+def test_pixels_that_are_not_seen_are_told():
+    """A size that is no whole number of patches makes the model with a warning that names sizes that are."""
+    with pytest.warns(UserWarning, match="vit_ti16: the last 4 of the 36 pixels of the width .* 32 and 48 are whole"):
+        model = create_model("vit_ti16", image_size=(32, 36), depth=1)
+    assert model.config.grid == (2, 2)
+    create_model("vit_ti16", image_size=(32, 48), depth=1)

@@ -1,7 +1,5 @@
 import errno
 import json
-import subprocess
-import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -10,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from saved_models import killed, killed_between_renames
 
 from softmoe.storage import CheckpointSection, CheckpointStore, checkpoint
 from softmoe.storage.checkpoint import (
@@ -83,20 +82,10 @@ def test_a_broken_newest_is_reported_and_the_one_before_used(tmp_path: Path, fil
     assert found.step == 4
 
 
-def killed(*lines: str) -> None:
-    """Run lines of Python in another process that ends itself, as if it was killed."""
-    code = "\n".join(["import os, shutil", "from pathlib import Path", "from softmoe.storage import files", *lines])
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 9
-
-
 def test_a_kill_while_a_checkpoint_is_replaced_loses_nothing(tmp_path: Path):
     """Between the two renames neither folder has the name: the old one gets it back, and the rest is removed."""
     path = write_checkpoint(tmp_path, snapshot(2))
-    killed(
-        "rename = os.rename",
-        "os.rename = lambda old, new: os._exit(9) if files.PARTIAL in str(old) else rename(old, new)",
-        f"with files.whole_folder(Path({str(path)!r})): pass",
-    )
+    killed_between_renames(path)
     assert not path.exists()
     found = store(tmp_path).latest()
     assert found is not None

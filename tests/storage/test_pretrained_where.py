@@ -1,6 +1,7 @@
 """Where a model may be: a folder, a run, a checkpoint, the Hub."""
 
 import json
+import os
 import shutil
 import sys
 import types
@@ -10,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from saved_models import refused, tiny
+from saved_models import killed_between_renames, refused, tiny
 
 import softmoe
 from softmoe.models import VisionTransformer
 from softmoe.storage import Preprocessing, load_saved, open_saved
-from softmoe.storage.files import sha256
+from softmoe.storage.files import PARTIAL, sha256
+from softmoe.storage.hub import why_no_model
 
 
 def test_a_run_folder(saved, tmp_path):
@@ -25,6 +27,40 @@ def test_a_run_folder(saved, tmp_path):
     saved.rename(run / "model")
     (run / "config.json").write_text("{}")
     assert open_saved(run).folder == run / "model"
+
+
+@pytest.mark.parametrize("open_one", [open_saved, softmoe.from_pretrained, why_no_model])
+@pytest.mark.parametrize("in_a_run", [False, True])
+def test_a_kill_while_a_model_is_replaced_loses_nothing(saved, tmp_path, open_one, in_a_run):
+    """The model before it gets its name back, whoever looks for it, and the next save leaves nothing of the others."""
+    place = saved
+    if in_a_run:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "config.json").write_text("{}")
+        place = saved.rename(tmp_path / "run" / "model")
+    killed_between_renames(place)
+    open_one(place.parent if in_a_run else place)
+    assert open_saved(place).provenance["step"] == 7
+    killed_between_renames(place)
+    softmoe.save_pretrained(tiny(), place)
+    hidden = [path.name for path in place.parent.iterdir() if path.name.startswith(PARTIAL)]
+    assert [name for name in hidden if name.endswith("-old")] == []
+
+
+def test_a_reader_that_brings_a_model_back_does_not_stop_the_save(saved, monkeypatch):
+    """Between the two renames of a living process somebody may look for the model: the new one is put there again."""
+    rename, seen = os.rename, []
+
+    def meddled(old, new):
+        if PARTIAL in str(old) and not str(old).endswith("-old") and not seen:
+            seen.append(open_saved(saved).folder)
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", meddled)
+    softmoe.save_pretrained(tiny(), saved, provenance={"step": 8})
+    assert seen == [saved]
+    assert open_saved(saved).provenance["step"] == 8
+    assert [path.name for path in saved.parent.iterdir()] == [saved.name]
 
 
 def checkpoint(folder: Path, model: VisionTransformer, **extra) -> None:

@@ -10,10 +10,10 @@ from softmoe.budget import cost
 from softmoe.recipes import load
 from softmoe.studies import LabOptions
 from softmoe.studies.catalog import ablations, bpr, controls, experts_slots, long_runs, pareto, placement, slots
-from softmoe.studies.figures import frontier, panels, waterfall
+from softmoe.studies.figures import bars, finish, frontier, panels, waterfall
 from softmoe.studies.jobs import Training, key_of, price
 from softmoe.studies.lab import make_lab
-from softmoe.studies.results import Row, Table, costs
+from softmoe.studies.results import Interval, Row, Table, costs
 
 POINTS = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), min_size=1)
 
@@ -228,3 +228,16 @@ def test_a_lab_around_a_recipe() -> None:
     assert make_lab(LabOptions(scale="small", data="shapes", steps=5, recipe="quickstart")).base.data.train == "shapes"
     with pytest.raises(ValueError, match="has no soft experts"):
         make_lab(LabOptions(scale="small", recipe="quickstart_dense"))
+
+
+@pytest.mark.parametrize(("text", "most"), [("validation top-1 (%)", 100.0), ("training TFLOPs", 110.0)])
+def test_shares_have_no_ticks_above_all(text: str, most: float) -> None:
+    """Where accuracy is nearly 100 % the room for words behind it has no ticks; other numbers go on."""
+    drawing, ((axis,),) = panels(1, 1, 4, 3)
+    bars(axis, [("one", Interval(99.0, 12.0, 3)), ("two", Interval(60.0, 1.0, 3))], "black")
+    finish(axis, text, "")
+    drawing.canvas.draw()
+    left, right = axis.get_xlim()
+    assert right > 110
+    assert max(tick for tick in axis.get_xticks() if tick <= right) == most
+    assert len([tick for tick in axis.get_xticks() if left <= tick <= most]) > 2

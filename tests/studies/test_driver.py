@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,9 +15,10 @@ import pytest
 from softmoe.cli import main
 from softmoe.studies import LabOptions, Study
 from softmoe.studies.catalog import ablations
-from softmoe.studies.driver import Store, duration, estimate, own_gpu, run_study, unfinished
+from softmoe.studies.driver import Store, estimate, run_study, unfinished
 from softmoe.studies.jobs import Job, Stopped, Training, key_of
 from softmoe.studies.lab import Cell, Lab, make_lab
+from softmoe.studies.workers import own_gpu
 from softmoe.train import loop
 
 LAB = make_lab(LabOptions(scale="tiny", seeds=2))
@@ -202,8 +205,7 @@ def test_estimates_say_where_their_rate_comes_from(tmp_path: Path) -> None:
     run_study(few(), lab, store, say=quiet)
     after = estimate(few(), lab, store)
     assert (after.jobs, after.flops, after.measured) == (0, 0.0, True)
-    assert duration(90) == "90 seconds"
-    assert duration(7200) == "2.0 hours"
+    assert "about 2h05m one after another" in str(replace(after, flops=7500.0, rate=1.0))
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -231,3 +233,23 @@ def test_the_verdict_says_what_was_run(tmp_path: Path, options: LabOptions, word
     """The recipe or the scale, and how many seeds."""
     run_study(study(Note("a")), make_lab(options), Store(tmp_path))
     assert words in (tmp_path / "notes" / "verdict.md").read_text()
+
+
+AT_ONCE = """
+import os, signal, sys
+if "spawn_main" in " ".join(sys.orig_argv):
+    os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+def test_interrupt_of_workers_that_start(tmp_path: Path) -> None:
+    """Ctrl-C in the first moment of the processes for jobs stops the study without a traceback of their imports."""
+    (tmp_path / "sitecustomize.py").write_text(AT_ONCE)  # Python runs it before anything else
+    command = [sys.executable, "-m", "softmoe", "study", "placement", "--scale", "tiny", "--jobs", "2"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path / "out")], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (130, "")
+    assert "the same command goes on from here" in done.stdout
+    assert not list((tmp_path / "out").glob("runs/*/result.json"))

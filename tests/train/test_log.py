@@ -112,10 +112,20 @@ def test_a_full_device_has_no_peak(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0s"), (59.6, "1m00s"), (3599.4, "59m59s"), (7260, "2h01m"), (float("inf"), "?")]
+    ("seconds", "text"),
+    [
+        (0.4, "0s"),
+        (59.6, "1m00s"),
+        (3599.4, "59m59s"),
+        (7260, "2h01m"),
+        (172_799, "47h59m"),
+        (200_000, "2.3 days"),
+        (1e9, "31.7 years"),
+        (float("inf"), "?"),
+    ],
 )
 def test_duration(seconds: float, text: str):
-    """Rounded to the second before it is split."""
+    """Rounded to the second before it is split; what takes days is not counted in hours."""
     assert duration(seconds) == text
 
 

@@ -1,5 +1,7 @@
 import json
 import os
+import re
+import shlex
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 from train.same_run import Crash, assert_same_run, crash_at, final_state
 
+from softmoe.cli import main
 from softmoe.data import Feed, WorkerDied
 from softmoe.storage.checkpoint import read_checkpoint, write_texts
 from softmoe.storage.files import FileFacts
@@ -145,8 +148,15 @@ def test_a_run_may_be_made_longer_if_its_past_stays(make_config):
     (tensors, _), (others, _) = final_state(long), final_state(longer)
     assert all(torch.equal(tensor, others[name]) for name, tensor in tensors.items())
     train(make_config(steps=3, run_name="cosine", **{"schedule.kind": "cosine"}))
-    with pytest.raises(ValueError, match="steps: 3 -> 6"):
+    with pytest.raises(ValueError, match="steps: 3 -> 6") as caught:
         train(make_config(steps=6, run_name="cosine", **{"schedule.kind": "cosine"}))
+    found = re.search(r"(softmoe finetune .*) --steps N trains the model of this run further", str(caught.value))
+    assert found is not None
+    _, *words = shlex.split(found[1])
+    small = ["--batch-size", "4", "--workers", "0", "--examples", "8", "--image-size", "16", "--quiet"]
+    assert main([*words, "--steps", "2", *small, "--runs", longer.runs, "--run-name", "further"]) == 0
+    with pytest.raises(ValueError, match="steps: 3 -> 2\\nuse another run_name, or remove"):
+        train(make_config(steps=2, run_name="cosine", **{"schedule.kind": "cosine"}))
 
 
 def test_lists_for_tuples_are_the_same_run(make_config):

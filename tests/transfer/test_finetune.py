@@ -267,7 +267,7 @@ def test_a_run_ends_with_the_better_head(better, make_config, tmp_path, monkeypa
     write_model(result.folder)
     plain = open_saved(result.folder.path)
     numbers = {"top1": 1.0 if better else 0.0, "top5": 1.0, "loss": 0.1 if better else 100.0}
-    monkeypatch.setattr("softmoe.transfer.finetune.classify", lambda *_: numbers)
+    monkeypatch.setattr("softmoe.transfer.finetune.classify", lambda *_, **__: numbers)
     said: list[str] = []
     found = refit_head(result.folder, said.append)
     made = open_saved(result.folder.path)
