@@ -77,14 +77,14 @@ def match_pairs(model: nn.Module, batches: Iterable[Batch], objective: Contrasti
     """
     device = next(model.parameters()).device
     sums = {"top1": 0.0, "image_to_text": 0.0, "text_to_image": 0.0, "loss": 0.0}
-    pairs = 0
+    pairs, shared = 0, isinstance(model, FixedBatchModel)
 
     def found() -> Iterator[tuple[Tensor, ...]]:
         for batch in batches:
             e = objective.embed(model, to_device(batch, device))
             assert e.image is not None
             assert e.text is not None
-            images, texts = gather_uneven(e.image), gather_uneven(e.text)
+            images, texts = (gather_uneven(rows) if shared else rows for rows in (e.image, e.text))
             if len(images):
                 e = e._replace(image=images, text=texts)
                 yield (*matches(e, objective.config.loss), torch.tensor(len(images)))
@@ -134,7 +134,10 @@ def evaluate_share(evaluator: Evaluator, model: nn.Module, data: Data, team: Tea
 
 
 class FixedBatchModel(nn.Module):
-    """A model that pads every batch to the same number of images, so that experts exchange equal slots on all ranks."""
+    """A model whose batches are shared by several ranks.
+
+    It pads its share to the same number of images everywhere, so that experts exchange equal slots on all ranks.
+    """
 
     def __init__(self, model: nn.Module, rows: int):
         super().__init__()
