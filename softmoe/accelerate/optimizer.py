@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from softmoe.accelerate.build import Kernel, call
 from softmoe.accelerate.guards import Off
+from softmoe.machine import local
 
 PIECE = 1 << 20  # numbers updated at a time on a CPU, where they stay in the cache
 GPU_PIECE = 1 << 24  # and on a GPU, where calls cost more than memory
@@ -103,8 +104,8 @@ class CompactAdamW(torch.optim.Optimizer):
             state["step"] = torch.zeros((), device=parameter.device)
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
-        weight, first, second = (_local(t).view(-1) for t in (parameter, state["exp_avg"], state["exp_avg_sq"]))
-        return Flat(weight, _local(gradient).reshape(-1), first, second), state["step"]
+        weight, first, second = (local(t).view(-1) for t in (parameter, state["exp_avg"], state["exp_avg_sq"]))
+        return Flat(weight, local(gradient).reshape(-1), first, second), state["step"]
 
     def _update(self, flat: Flat, step: Tensor, index: int, group: dict[str, Any], threads: int) -> None:
         device = flat.weight.device
@@ -155,11 +156,6 @@ def _portions(rows: list[tuple[Flat, Tensor]]) -> Iterator[list[tuple[Flat, Tens
                 portion, left = [], GPU_PIECE
     if portion:
         yield portion
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this process keeps; all of it if it is not sharded."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def in_pieces(flat: Flat, space: Workspace, step: Tensor, index: int, group: dict[str, Any]) -> None:
