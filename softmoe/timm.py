@@ -38,7 +38,10 @@ def make(name: str, pretrained: bool = False, **options: Any) -> Any:
     from timm.models import build_model_with_cfg  # pyright: ignore[reportMissingImports]
 
     if pretrained:
-        raise ValueError(f"there are no weights to download for {name}: load your own with softmoe.from_pretrained")
+        raise ValueError(
+            f"there are no weights to download for {name}: name a checkpoint of your own (timm's checkpoint_path, "
+            "validate.py's --checkpoint), or load a saved model with softmoe.from_pretrained"
+        )
     if options.get("features_only"):
         options["num_classes"] = 0
     if (size := options.get("img_size")) is not None:

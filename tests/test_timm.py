@@ -11,7 +11,7 @@ import pytest
 import torch
 from others import real_timm
 
-from softmoe import list_models
+from softmoe import from_pretrained, list_models, save_pretrained
 from softmoe.convert import from_timm
 
 SMALL = {"width": 16, "depth": 3, "mlp_dim": 16, "heads": 2, "img_size": 32}
@@ -77,7 +77,7 @@ def test_models_are_made_by_timms_convention(real):
     assert real.get_pretrained_cfg("softmoe_soft_s16_32e").input_size == (3, 224, 224)
     assert real.create_model("softmoe_vit_s16", num_classes=0, **SMALL)(torch.randn(1, 3, 32, 32)).shape == (1, 16)
     assert all(p.is_meta for p in real.create_model("softmoe_vit_s16", device="meta").parameters())
-    with pytest.raises(ValueError, match="no weights to download for vit_s16"):
+    with pytest.raises(ValueError, match=r"no weights to download for vit_s16.*--checkpoint"):
         real.create_model("softmoe_vit_s16", pretrained=True)
 
 
@@ -130,3 +130,19 @@ def test_with_timm_itself(real):
     assert [found.shape for found in maps(torch.randn(1, 3, 32, 32))] == [(1, 16, 2, 2)] * 2
     assert maps.feature_info.channels() == [16, 16]
     assert len(real.create_model(name, features_only=True, num_experts=4, **SMALL)(torch.randn(1, 3, 32, 32))) == 3
+
+
+def test_weights_go_from_timms_script_to_our_commands_and_back(real, tmp_path):
+    """What train.py writes gives a saved model of ours, and a saved model's file is an initial checkpoint there."""
+    name, options = "softmoe_soft_s16_32e", {"num_experts": 4, "num_classes": 3} | SMALL
+    utils = importlib.import_module("timm.utils")
+    trained = real.create_model(name, **options).eval()
+    optimizer = real.optim.create_optimizer_v2(trained, opt="sgd", lr=0.1)
+    saver = utils.CheckpointSaver(trained, optimizer, checkpoint_dir=str(tmp_path), recovery_dir=str(tmp_path))
+    saver.save_checkpoint(0, metric=1.0)
+    loaded = real.create_model(name, checkpoint_path=str(tmp_path / "model_best.pth.tar"), **options)
+    save_pretrained(loaded, tmp_path / "ours")
+    again = real.create_model(name, checkpoint_path=str(tmp_path / "ours" / "model.safetensors"), **options)
+    images = torch.randn(2, 3, 32, 32)
+    for model in (from_pretrained(tmp_path / "ours"), again):
+        torch.testing.assert_close(model.eval()(images), trained(images))

@@ -135,13 +135,13 @@ def report_command(argv: list[str]) -> int:
     if not runs:
         raise ValueError("none of the runs has metrics yet: softmoe train RUN continues one")
 
-    from softmoe.report import load_run, summary_table, table_text, write_report
+    from softmoe.report import load_run, refitted_heads, summary_table, table_text, write_report
 
     records = [load_run(folder) for folder in runs]
     for record in records:
         if record.damaged:
             print(f"{record.folder}: {record.damaged} damaged lines of metrics.jsonl are left out")
-    print(table_text(summary_table(records)))
+    print("\n".join([table_text(summary_table(records)), *refitted_heads(records)]))
     print(write_report(records, a.out or runs[0] / "report.html", title=a.title))
     return 0
 

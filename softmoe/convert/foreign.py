@@ -31,7 +31,7 @@ from softmoe.storage.adapters import inherited
 from softmoe.storage.files import check_names, first_line, read_json, sha256
 from softmoe.storage.saved import is_saved
 
-PICKLES = (".pth", ".pt", ".bin", ".ckpt", ".pkl")
+PICKLES = (".pth", ".pt", ".pth.tar", ".bin", ".ckpt", ".pkl")
 _TANH = ("gelu_pytorch_tanh", "gelu_tanh", "gelu_new")
 _ACTIVATIONS = {"gelu": "gelu", "quick_gelu": "quick_gelu"} | dict.fromkeys(_TANH, "gelu_tanh")
 _FAMILIES: dict[str, dict[str, Any]] = {  # what Hugging Face's config.json leaves out
@@ -153,7 +153,7 @@ def locate(address: str) -> Path | None:
     path = hub.model_path(address)
     if path.is_dir():
         return path if is_foreign(path) else None
-    if path.suffix in PICKLES:
+    if path.name.endswith(PICKLES):
         raise ValueError(
             f"{path} is a pickle, which can run any code when it is read, so it was not opened: write its tensors with "
             "safetensors.torch.save_file(tensors, 'model.safetensors') and give that file"

@@ -4,9 +4,11 @@ Soft MoE exports well: static shapes, no sorting, no dropped tokens, only produc
 run at two batch sizes and compared with the model; a file that differs is removed.
 """
 
+import io
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +20,7 @@ from softmoe.accelerate.torch_private import compile_package
 from softmoe.inference.prepared import prepare
 from softmoe.machine import Precision, choose_precision
 from softmoe.paths import home_path
-from softmoe.storage.files import write_json, write_text
+from softmoe.storage.files import path_in_errors, whole_file, write_json, write_text
 from softmoe.storage.preprocessing import Preprocessing
 
 FORMATS = ("torch-export", "onnx", "aoti")
@@ -85,15 +87,14 @@ def export(
     height, width = preprocessing.image_size
     draw = torch.Generator().manual_seed(0)
     inputs = {batch: (torch.rand(batch, 3, height, width, generator=draw) * 2 - 1).to(device) for batch in BATCHES}
-    with torch.no_grad(), warnings.catch_warnings():
+    written = (target, Path(f"{target}.data"))
+    with torch.no_grad(), warnings.catch_warnings(), whole_or_none(*written):
         warnings.simplefilter("ignore")  # exporters warn about their own internals
         run = {"torch-export": _torch_export, "onnx": _onnx, "aoti": _aoti}[to](plain, inputs[BATCHES[1]], target)
         differences = {batch: _difference(run(images), plain(images)) for batch, images in inputs.items()}
-    worst = max(differences.values())
-    if not worst <= TOLERANCE:
-        for left in (target, Path(f"{target}.data")):
-            left.unlink(missing_ok=True)
-        raise ValueError(f"{target} was removed: its outputs differ from the model's by {worst:.1e} of the largest")
+        worst = max(differences.values())
+        if not worst <= TOLERANCE:
+            raise ValueError(f"{target} was removed: its outputs differ from the model's by {worst:.1e} of the largest")
     facts = {
         "format": to,
         "device": device.type,
@@ -104,8 +105,22 @@ def export(
     }
     write_json(beside, facts, indent=1)
     write_text(helper, PREPROCESS.read_text(encoding="utf-8"))
-    size = sum(p.stat().st_size for p in (target, Path(f"{target}.data")) if p.exists())
+    size = sum(path.stat().st_size for path in written if path.exists())
     return Exported(target, to, size, differences)
+
+
+@contextmanager
+def whole_or_none(target: Path, data: Path) -> Iterator[None]:
+    """Remove what an exporter wrote if it ends early, as on a full disk; an error of the system then names the file."""
+    before = {path: path.stat() for path in (target, data) if path.exists()}
+    try:
+        with path_in_errors(target, data):
+            yield
+    except BaseException:
+        for left in (target, data):
+            if left.exists() and left.stat() != before.get(left):
+                left.unlink()
+        raise
 
 
 class ComputeIn(nn.Module):
@@ -138,7 +153,10 @@ def trace(model: nn.Module, images: Tensor) -> torch.export.ExportedProgram:
 
 
 def _torch_export(model: nn.Module, images: Tensor, target: Path) -> Run:
-    torch.export.save(trace(model, images), target)
+    whole = io.BytesIO()  # on a full disk torch's writer would end the process
+    torch.export.save(trace(model, images), whole)
+    with whole_file(target) as file:
+        file.write(whole.getbuffer())
     return torch.export.load(target).module()
 
 

@@ -96,7 +96,8 @@ class MoEConfig:
         return 0 if not self.keep_mlp else mlp_dim if self.kept_dim is None else self.kept_dim
 
     def moe_blocks(self, depth: int) -> tuple[int, ...]:
-        blocks = tuple(range(depth - depth // 2, depth)) if self.blocks is None else tuple(self.blocks)
+        half = max(1, depth // 2)  # a single block has them
+        blocks = tuple(range(depth - half, depth)) if self.blocks is None else tuple(self.blocks)
         outside = [index for index in blocks if not 0 <= index < depth]
         if outside or len(set(blocks)) != len(blocks):
             raise ValueError(f"MoE blocks must be different indices from 0 to {depth - 1}, got {list(blocks)}")

@@ -161,7 +161,7 @@ def refit_head(run: RunFolder, report: Callable[[str], None] = print) -> dict[st
     said = (
         f"head in closed form on {len(features)} training images: top-1 {numbers['val/top1']:.4f} and loss "
         f"{numbers['val/loss']:.4f} on validation images, the trained one {before['val/top1']:.4f} and "
-        f"{before['val/loss']:.4f}: {'kept' if better else 'not kept'}"
+        f"{before['val/loss']:.4f}: {'the model gets the new head' if better else 'the trained head stays'}"
     )
     if not config.log.quiet:
         report(said)

@@ -177,6 +177,7 @@ def test_options_in_the_name(tmp_path: Path):
         ("vit.safetensors?head=2", "'head=2' in .* is not an option: write KEY=VALUE with mean, std, heads"),
         ("vit.safetensors?heads=two", "the option heads in .* cannot be 'two'"),
         ("vit.pth", "is a pickle, .* safetensors.torch.save_file"),
+        ("vit.pth.tar", "is a pickle, .* safetensors.torch.save_file"),
         ("other.safetensors", "there is no file"),
         ("dinov3", "of the kind 'dinov3_vit', which is none of .*upcycle_"),
         ("empty", "has no safetensors file"),
@@ -187,7 +188,8 @@ def test_options_in_the_name(tmp_path: Path):
 def test_mistakes(where: str, words: str, tmp_path: Path):
     """One sentence that says what to do."""
     write(tmp_path, Timm(), "vit.safetensors")
-    (tmp_path / "vit.pth").write_bytes(b"\x80")
+    for name in ("vit.pth", "vit.pth.tar"):
+        (tmp_path / name).write_bytes(b"\x80")
     write(tmp_path / "dinov3", Timm(), config={"model_type": "dinov3_vit"})
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.json").write_text(json.dumps(TIMM))

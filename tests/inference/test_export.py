@@ -210,3 +210,12 @@ def test_a_wrong_file_is_removed(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="was removed: its outputs differ"):
         export(tiny(), tmp_path / "m.pt2", "torch-export", preprocessing=HERE)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("to", "name"), [("torch-export", "m.pt2"), ("onnx", "m.onnx")])
+def test_a_full_disk(to, name, small_disk):
+    """The error names the file, and no part of it is left behind to be taken for a model."""
+    model = tiny(width=256, mlp_dim=1024)
+    with pytest.raises(OSError, match=f"No space left on device: .*disk/{name}"):
+        export(model, small_disk / name, to, preprocessing=HERE)
+    assert list(small_disk.iterdir()) == []

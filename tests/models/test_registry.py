@@ -75,9 +75,9 @@ def test_overrides_reach_the_model_and_its_experts():
     assert isinstance(blocks[0].attention.query_norm, torch.nn.Identity)
 
 
-@pytest.mark.parametrize(("depth", "blocks"), [(1, ()), (2, (1,)), (3, (2,)), (12, (6, 7, 8, 9, 10, 11))])
+@pytest.mark.parametrize(("depth", "blocks"), [(1, (0,)), (2, (1,)), (3, (2,)), (12, (6, 7, 8, 9, 10, 11))])
 def test_experts_stand_in_the_second_half(depth, blocks):
-    """The last depth // 2 blocks; an odd middle block stays dense."""
+    """The last depth // 2 blocks, or the only one; an odd middle block stays dense."""
     assert model_config("soft_ti16_4e", depth=depth).moe_blocks == blocks
 
 

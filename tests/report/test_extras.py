@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from softmoe.recipes import quickstart
-from softmoe.report.runs import RunRecord, accuracies, fewshot_table, gains, inspection_figures
+from softmoe.report.runs import RunRecord, accuracies, fewshot_table, gains, inspection_figures, refitted_heads
 from softmoe.train import TrainConfig
 
 
@@ -32,6 +32,17 @@ def test_strange_files_are_passed_over(tmp_path):
     """Another program's fewshot.json does not end the report."""
     for i, content in enumerate(([], {"fewshot": 3}, {"fewshot": {"accuracies": {"a": {"1": []}}}})):
         assert accuracies(run_in(tmp_path, str(i), content).folder / "fewshot.json") == {}
+
+
+def test_a_head_in_closed_form_is_told(tmp_path):
+    """Metrics end with the head that was trained; a model that got another one afterwards is told with its numbers."""
+    results = {"results": {"val/top1": 0.5, "val/loss": 0.25}}
+    for name, made in (("plain", results), ("new", results | {"head": {"blocks": [5, 11]}}), ("strange", {"head": 3})):
+        (run_in(tmp_path, name).folder / "model").mkdir()
+        (tmp_path / name / "model" / "config.json").write_text(json.dumps({"provenance": made}))
+    runs = [RunRecord(name, tmp_path / name, TrainConfig(), 3, ()) for name in ("plain", "new", "strange", "missing")]
+    (told,) = refitted_heads(runs)
+    assert "model of new has a head in closed form: top-1 50.00%, loss 0.250." in told
 
 
 def test_figures(tmp_path):

@@ -11,21 +11,6 @@ from softmoe.train.folder import RunFolder
 from softmoe.train.log import read_metrics
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path):
-    """A real file system of 1.2 MB in memory, where the system lets us have one."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    try:
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1200k", "tmpfs", folder], capture_output=True)
-    except OSError:
-        pytest.skip("no mount here")
-    if done.returncode:
-        pytest.skip("no right to mount a file system")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
-
-
 def fill(path: Path) -> None:
     """Until nothing more goes in."""
     with path.open("wb", buffering=0) as file, suppress(OSError):

@@ -276,7 +276,7 @@ def test_a_run_ends_with_the_better_head(better, make_config, tmp_path, monkeypa
     assert made.preprocessing == plain.preprocessing
     assert found["val/top1"] == (1.0 if better else result.numbers["val/top1"])
     assert made.provenance["results"]["val/top1"] == found["val/top1"]
-    assert said[0].endswith(": kept" if better else ": not kept")
+    assert said[0].endswith("gets the new head" if better else "the trained head stays")
     assert not section_of(made.config).head_blocks, "the next run starts with a head of the last block alone"
     from_pretrained(result.folder.path)
 
