@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from softmoe.evaluate import Prediction
     from softmoe.inspection.doctor import Verdict
 
+SHOWN = 10  # lines of predictions, where all of them are in a file
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateArguments(Printed, Evaluate):
@@ -123,8 +125,11 @@ def predict_command(argv: list[str]) -> int:
         bad = [{"image": image.name, "reason": image.reason} for image in unreadable]
         print(json.dumps({"predictions": [p.to_dict() for p in predictions], "unreadable": bad}, indent=2))
     else:
-        for prediction in predictions:
+        shown = predictions if a.csv is None else predictions[:SHOWN]
+        for prediction in shown:
             print(prediction_line(prediction))
+        if len(shown) < len(predictions):
+            print(f"... and {len(predictions) - len(shown):,} more in {a.csv}")
     for path, save in ((a.csv, save_table), (a.features, save_features)):
         if path is not None:
             save(path, predictions)

@@ -81,7 +81,7 @@ class SoftMoE(MoE):
                 "Soft MoE cannot be causal: every slot averages all tokens of the sequence, so each output would see "
                 "the future. Use it in encoders, or a router that treats tokens one by one"
             )
-        if x.ndim == 3:
+        if not isinstance(x, Tensor) or x.ndim == 3:
             return super().forward(x, mask, grid)
         if mask is not None:
             raise ValueError(f"a mask needs tokens of shape (batch, tokens, dim), got {tuple(x.shape)}")

@@ -13,7 +13,7 @@ The experts never know which router filled their slots:
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -106,6 +106,8 @@ class SparseRouting(Routing):
 
 
 def at_least_one(name: str, value: int) -> int:
+    if not isinstance(value, SupportsIndex):
+        raise ValueError(f"{name} must be a whole number, got {value!r}")
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
     return value
@@ -119,6 +121,8 @@ def not_negative(name: str, value: float) -> float:
 
 def check_tokens(x_BMD: Tensor, mask: Tensor | None, dim: int) -> None:
     """Raise ValueError for tokens or a mask of the wrong shape or type, before a product further down fails."""
+    if not isinstance(x_BMD, Tensor):
+        raise ValueError(f"expected tokens as a tensor of torch, got {type(x_BMD).__name__}: torch.as_tensor makes one")
     if x_BMD.ndim != 3 or x_BMD.shape[-1] != dim:
         raise ValueError(f"expected tokens of shape (batch, tokens, {dim}), got {tuple(x_BMD.shape)}")
     if not x_BMD.is_floating_point():

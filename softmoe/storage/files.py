@@ -60,7 +60,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     Missing folders are made. What is no plain file (a pipe, /dev/stdout) cannot be replaced and is written to directly.
     """
     if path.exists() and not path.is_file():
-        with path.open("wb") as file:
+        with path_in_errors(path, path), path.open("wb") as file:
             yield file
         return
     path = Path(os.path.realpath(path))  # a link stays a link

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from PIL import Image
 
 import softmoe
-from softmoe.cli import main
+from softmoe.cli import evaluate, main
 from softmoe.models import create_model
 
 TINY = {"image_size": 16, "width": 16, "heads": 2, "mlp_dim": 16, "depth": 1}
@@ -189,3 +190,22 @@ def test_table(model, images, tmp_path, capsys):
         assert float(row[2]) == pytest.approx(float(expected(model, row[0]).max()), abs=1e-5)
     assert main(["predict", str(model), str(images), "--csv", str(path)]) == 2
     assert "is there already" in capsys.readouterr().err
+
+
+def test_many_images_are_in_the_table_alone(model, images, tmp_path, capsys, monkeypatch):
+    """With --csv the first few predictions are printed, and how many more the file has; without it all are."""
+    monkeypatch.setattr(evaluate, "SHOWN", 1)
+    path = tmp_path / "found.csv"
+    assert main(["predict", str(model), str(images), "--csv", str(path)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[1:] == [f"... and 2 more in {path}", str(path)]
+    assert len(path.read_text().splitlines()) == 4
+    assert main(["predict", str(model), str(images)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full on this system")
+def test_a_device_that_is_full_is_named(model, images, capsys):
+    """What cannot be written to, and is no plain file, is named in the error."""
+    assert main(["predict", str(model), str(images), "--csv", "/dev/full"]) != 0
+    assert "/dev/full" in capsys.readouterr().err

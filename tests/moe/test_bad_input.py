@@ -19,6 +19,8 @@ from softmoe.moe import (
 SETTINGS: list[tuple[Callable[[], object], str]] = [
     (lambda: SoftMoE(8, 0), "num_experts must be at least 1, got 0"),
     (lambda: SoftMoE(0, 4), "dim must be at least 1, got 0"),
+    (lambda: SoftMoE(8, 2.5), "num_experts must be a whole number, got 2.5"),  # pyright: ignore[reportArgumentType]
+    (lambda: SoftMoE(8, "4"), "num_experts must be a whole number, got '4'"),  # pyright: ignore[reportArgumentType]
     (lambda: SoftMoE(8, 4, 0), "slots_per_expert must be at least 1, got 0"),
     (lambda: SoftMoE(8, 4, hidden_dim=0), "hidden_dim must be at least 1, got 0"),
     (lambda: UniformRouter(8, 4, -1), "slots_per_expert must be at least 1, got -1"),
@@ -71,6 +73,8 @@ def test_tokens_and_masks(name):
     x = torch.randn(2, 5, 8)
     with pytest.raises(ValueError, match=r"expected tokens of shape \(batch, tokens, 8\), got \(2, 5, 7\)"):
         layer(torch.randn(2, 5, 7))
+    with pytest.raises(ValueError, match=r"expected tokens as a tensor of torch, got ndarray"):
+        layer(x.numpy())
     with pytest.raises(ValueError, match=r"got .*2, 3, 4, 5, 8"):
         layer(torch.randn(2, 3, 4, 5, 8))
     with pytest.raises(ValueError, match=r"got .*8,"):
