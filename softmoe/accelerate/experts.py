@@ -25,8 +25,7 @@ from softmoe.accelerate.guards import (
     Off,
     backward_is_plain,
     has_no_hooks,
-    no_tangents,
-    no_tracing_or_transforms,
+    plain_call,
     plain_float32,
     swap_class,
 )
@@ -84,10 +83,7 @@ class CompiledExperts(Experts):
             x_NSD.ndim == 3
             and x_NSD.shape[0] == self.num_experts
             and x_NSD.shape[2] == self.dim
-            and no_tracing_or_transforms()
-            and not torch.is_autocast_enabled("cpu")
-            and plain_float32(*tensors)
-            and no_tangents(*tensors)
+            and plain_call(*tensors)
         )
 
 

@@ -13,15 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from softmoe.accelerate.build import Kernel, call
-from softmoe.accelerate.guards import (
-    Off,
-    backward_is_plain,
-    has_no_hooks,
-    no_tangents,
-    no_tracing_or_transforms,
-    plain_float32,
-    swap_class,
-)
+from softmoe.accelerate.guards import Off, backward_is_plain, has_no_hooks, plain_call, swap_class
 from softmoe.moe import PlacedRouter
 from softmoe.moe.placed import LEAST_SPREAD, SHARPNESS, Frame, Grid, Place, grid_places, places_in_frame, slot_distances
 from softmoe.moe.soft import EPS
@@ -52,15 +44,7 @@ def kernel_supports(router: PlacedRouter, logits_BMNP: Tensor, x_BMD: Tensor, ma
     if frame is None or mask is not None or grid[0] * grid[1] != x_BMD.shape[1]:
         return False
     tensors = (logits_BMNP, x_BMD, frame.direction, place.center, place.log_width)
-    return (
-        has_no_hooks(frame, Frame)
-        and has_no_hooks(place, Place)
-        and no_tracing_or_transforms()
-        and not torch.is_autocast_enabled("cpu")
-        and plain_float32(*tensors)
-        and no_tangents(*tensors)
-        and KERNEL.available
-    )
+    return has_no_hooks(frame, Frame) and has_no_hooks(place, Place) and plain_call(*tensors) and KERNEL.available
 
 
 class _Inputs(NamedTuple):

@@ -53,13 +53,16 @@ def is_exactly(module: nn.Module, kind: type[T]) -> TypeGuard[T]:
 
 def kernel_applies(x: Tensor, *others: Tensor, times: int = 1) -> bool:
     """True for plain contiguous tensors that nobody traces or transforms, if `times` the bytes of x exceed LARGE."""
+    return times * x.nbytes > LARGE and plain_call(x, *others) and all(t.is_contiguous() for t in (x, *others))
+
+
+def plain_call(*tensors: Tensor) -> bool:
+    """True for float32 tensors on a CPU that nobody traces, transforms, casts or differentiates forward."""
     return (
         no_tracing_or_transforms()
         and not torch.is_autocast_enabled("cpu")
-        and times * x.nbytes > LARGE
-        and plain_float32(x, *others)
-        and all(t.is_contiguous() for t in (x, *others))
-        and no_tangents(x, *others)
+        and plain_float32(*tensors)
+        and no_tangents(*tensors)
     )
 
 

@@ -206,6 +206,6 @@ def test_many_images_are_in_the_table_alone(model, images, tmp_path, capsys, mon
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full on this system")
 def test_a_device_that_is_full_is_named(model, images, capsys):
-    """What cannot be written to, and is no plain file, is named in the error."""
+    """A device that takes no more bytes is named in the error, though it is no plain file."""
     assert main(["predict", str(model), str(images), "--csv", "/dev/full"]) != 0
     assert "/dev/full" in capsys.readouterr().err
