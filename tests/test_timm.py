@@ -133,7 +133,7 @@ def test_with_timm_itself(real):
 
 
 def test_weights_go_from_timms_script_to_our_commands_and_back(real, tmp_path):
-    """A checkpoint of train.py becomes a saved model of ours, and a saved model's file is an initial checkpoint there."""
+    """A checkpoint of train.py becomes a saved model of ours, and a saved model's file starts a run of train.py."""
     name, options = "softmoe_soft_s16_32e", {"num_experts": 4, "num_classes": 3} | SMALL
     utils = importlib.import_module("timm.utils")
     trained = real.create_model(name, **options).eval()
