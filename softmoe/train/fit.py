@@ -39,18 +39,21 @@ def with_epochs(config: TrainConfig, epochs: float | None, given: Collection[str
         raise ValueError(f"the number of epochs must be above 0, got {epochs!r}")
     if config.data.batch_size < 1:
         raise ValueError(f"data.batch_size must be at least 1, got {config.data.batch_size}")
-    images = len(open_source(config.data.train, config.data.train_split))
+    images = training_images(config)
     return replace(config, steps=max(1, round(epochs * images / config.data.batch_size)))
+
+
+def training_images(config: TrainConfig) -> int:
+    return len(open_source(config.data.train, config.data.train_split))
 
 
 def with_mixing(config: TrainConfig, given: Collection[str] = ()) -> tuple[TrainConfig, str]:
     """Return the settings with mixed images if the run shows each more than data.mix_after times, and a sentence."""
     limit, changes = config.data.mix_after, {f"data.transform.{name}": share for name, share in MIXING.items()}
-    if limit is None or config.text.size is not None or any(key in given for key in changes):
+    set_already = config.data.transform.mixup or config.data.transform.cutmix or any(key in given for key in changes)
+    if limit is None or config.text.size is not None or set_already:
         return config, ""
-    epochs = (
-        config.steps * config.data.batch_size / max(1, len(open_source(config.data.train, config.data.train_split)))
-    )
+    epochs = config.steps * config.data.batch_size / max(1, training_images(config))
     if epochs <= limit:
         return config, ""
     keys = " ".join(f"--{key} 0" for key in changes)
@@ -66,7 +69,7 @@ def fit(config: TrainConfig, recipe: TrainConfig, given: Collection[str] = ()) -
     """
     wanted = {}
     if config.text.size is not None and "data.batch_size" not in given:
-        pairs = len(open_source(config.data.train, config.data.train_split))
+        pairs = training_images(config)
         if config.data.batch_size > pairs // 2:
             wanted["data.batch_size"] = max(2, 1 << (max(pairs // 2, 2).bit_length() - 1))
     if config.steps < recipe.steps:

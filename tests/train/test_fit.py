@@ -69,6 +69,7 @@ def test_long_runs_mix_their_images(tmp_path: Path):
     assert (mixed.data.transform.mixup, mixed.data.transform.cutmix) == (0.2, 1.0)
     assert said.startswith("each image is seen 11 times, so images are mixed; without: --data.transform.mixup 0 ")
     assert with_mixing(many, {"data.transform.cutmix"}) == (many, "")
+    assert with_mixing(mixed) == (mixed, "")  # a recipe that mixes keeps its own shares
     never = replace(many, data=replace(data, mix_after=None))
     assert with_mixing(never) == (never, "")
 
