@@ -2,18 +2,20 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from softmoe.accelerate.muon import Stack
 from softmoe.machine import is_spread, local
 from softmoe.parallel.reduce import local_shard, whole
 
 QKV = re.compile(r"\.qkv\.weight$")  # query, key and value: three matrices in one
 NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315
 """The coefficients of x, x^3 and x^5 by which Muon's authors bring small singular values up fastest."""
+STEPS = 5
 MOMENTUM = 0.95
 BATCH = 1 << 22
 """Parameters whose step is computed together: small matrices cost more in calls than in arithmetic, and large ones
@@ -29,6 +31,9 @@ class Muon(torch.optim.Optimizer):
     matrix of D times 4 D, however few rows it saw: as much as training it on 2 D rows.
     Where a matrix is spread over processes each gathers the whole direction.
     """
+
+    step_compiled: Callable[..., list[Stack]] | None = None
+    """A step of many matrices at once, which returns those it does not take (softmoe/accelerate/muon.py)."""
 
     def __init__(self, groups: list[dict], betas: tuple[float, float], eps: float):
         super().__init__(groups, {"lr": 0.0, "muon": False, "betas": betas, "eps": eps})
@@ -52,30 +57,32 @@ class Muon(torch.optim.Optimizer):
         if self.others is not None:
             self.others.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
             self.others.step()
-        for batch in self.batches():
-            momenta = [MOMENTUM * self.momentum(parameter) + gradient for parameter, gradient, _, _ in batch]
-            directions = [gradient + MOMENTUM * new for (_, gradient, _, _), new in zip(batch, momenta, strict=True)]
-            updates = own_updates(directions, [parts for _, _, parts, _ in batch])
-            for (parameter, _, _, group), momentum, update in zip(batch, momenta, updates, strict=True):
-                weight = (1 - group["lr"] * group["weight_decay"]) * local(parameter) - group["lr"] * update
-                for old, new in ((self.momentum(parameter), momentum), (parameter, weight)):
-                    new = local(new) if skip is None else torch.where(skip.bool(), local(old), local(new))
-                    local(old).copy_(new)
+        stacks = self.stacks()
+        if self.step_compiled is not None and skip is None:
+            stacks = self.step_compiled(stacks, MOMENTUM, NEWTON_SCHULZ, STEPS)
+        for batch in batches(stacks):
+            momenta = [MOMENTUM * old + gradient for _, gradient, old, *_ in batch]
+            directions = [gradient + MOMENTUM * new for (_, gradient, *_), new in zip(batch, momenta, strict=True)]
+            updates = own_updates(directions, [count for _, _, _, count, _, _ in batch])
+            for (weight, _, old, _, keep, rate), momentum, update in zip(batch, momenta, updates, strict=True):
+                stepped = keep * local(weight) - rate * update
+                for before, after in ((old, momentum), (weight, stepped)):
+                    after = local(after) if skip is None else torch.where(skip.bool(), local(before), local(after))
+                    local(before).copy_(after)
 
-    def batches(self) -> Iterator[list[tuple[Tensor, Tensor, int, dict]]]:
-        """Yield parameter, gradient, number of matrices in one, and group, together as long as numbers are few."""
-        batch, numbers = [], 0
+    def stacks(self) -> list[Stack]:
+        """List what there is to step: parameters, as one or several matrices each, with gradient and momentum."""
+        found = []
         for group in self.param_groups:
+            keep = 1 - group["lr"] * group["weight_decay"]
             for name, parameter in zip(group["names"], group["params"], strict=True) if group["muon"] else ():
                 if parameter.grad is None:
                     continue
-                if batch and numbers + parameter.numel() > BATCH:
-                    yield batch
-                    batch, numbers = [], 0
-                batch.append((parameter, parameter.grad, 3 if QKV.search(name) else 1, group))
-                numbers += parameter.numel()
-        if batch:
-            yield batch
+                count = len(local(parameter)) if parameter.ndim == 3 else 3 if QKV.search(name) else 1
+                rows = parameter.shape[1] if parameter.ndim == 3 else parameter.shape[0] // count
+                rate = group["lr"] * 0.2 * math.sqrt(max(rows, parameter.shape[-1]))
+                found.append((parameter, parameter.grad, self.momentum(parameter), count, keep, rate))
+        return found
 
     def momentum(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]
@@ -84,8 +91,21 @@ class Muon(torch.optim.Optimizer):
         return state["momentum_buffer"]
 
 
+def batches(stacks: list[Stack]) -> Iterator[list[Stack]]:
+    """Yield stacks together as long as their numbers are few."""
+    batch, numbers = [], 0
+    for stack in stacks:
+        if batch and numbers + stack[0].numel() > BATCH:
+            yield batch
+            batch, numbers = [], 0
+        batch.append(stack)
+        numbers += stack[0].numel()
+    if batch:
+        yield batch
+
+
 def own_updates(directions: list[Tensor], parts: list[int]) -> list[Tensor]:
-    """Return this process's part of the steps along directions; whole experts of its own need nothing of the others."""
+    """Return this process's part of the orthogonalized directions; its own whole experts need nothing of the others."""
     own = [local(d) if has_whole_experts(d) else whole(d) for d in directions]
     updates = orthogonal_updates(own, parts)
     return [
@@ -104,7 +124,7 @@ def has_whole_experts(direction: Tensor) -> bool:
 
 
 def orthogonal_updates(directions: list[Tensor], parts: list[int]) -> list[Tensor]:
-    """Return the steps of Muon along directions: experts, and so many parts of one matrix (its rows), one by one.
+    """Return the directions with singular values near 1: experts, and so many parts of one matrix (its rows), apart.
 
     Matrices of one shape, and their transposes, are orthogonalized together.
     """
@@ -113,7 +133,7 @@ def orthogonal_updates(directions: list[Tensor], parts: list[int]) -> list[Tenso
     updates = list(directions)
     for kind in dict.fromkeys(map(kind_of, wide)):
         members = [i for i, stack in enumerate(wide) if kind_of(stack) == kind]
-        found = 0.2 * math.sqrt(kind[1]) * orthogonalized(torch.cat([wide[i] for i in members]))
+        found = orthogonalized(torch.cat([wide[i] for i in members]))
         for i, update in zip(members, found.split([len(wide[i]) for i in members]), strict=True):
             update = update if wide[i] is stacks[i] else update.mT
             updates[i] = update.reshape(directions[i].shape)
@@ -135,7 +155,7 @@ def orthogonalized(x: Tensor) -> Tensor:
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     gram = x @ x.mT
     steps = step = newton_schulz(gram)
-    for _ in range(4):
+    for _ in range(STEPS - 1):
         gram = step @ gram @ step
         step = newton_schulz(gram)
         steps = step @ steps

@@ -17,7 +17,7 @@ from softmoe.accelerate.techniques import technique_names
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
 
 TRITON = ["triton_adamw", "triton_experts", "triton_soft"]
-NAMES = ["activation", "attention", "buffers", "experts", "frame", "linear", "optimizer", *TRITON]
+NAMES = ["activation", "attention", "buffers", "experts", "frame", "linear", "muon", "optimizer", "pages", *TRITON]
 needs_all = pytest.mark.skipif(not experts.KERNEL.available, reason=f"not compiled: {experts.KERNEL.why_not()}")
 
 

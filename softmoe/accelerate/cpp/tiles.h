@@ -107,22 +107,9 @@ inline void matmul_tiles(const float* x, const float* w, const float* bias, floa
 
 // (rows, depth) as it lies -> (depth, COLUMNS), filled up with zeros.
 inline void pack_turned(const float* from, int64_t stride, int64_t rows, int64_t depth, float* to) {
-    int64_t r = 0;
-#if defined(__x86_64__)
-    for (; r + 4 <= rows; r += 4) {
-        int64_t k = 0;
-        for (; k + 4 <= depth; k += 4) {
-            __m128 lines[4];
-            for (int i = 0; i < 4; i++) lines[i] = _mm_loadu_ps(from + (r + i) * stride + k);
-            _MM_TRANSPOSE4_PS(lines[0], lines[1], lines[2], lines[3]);
-            for (int i = 0; i < 4; i++) _mm_storeu_ps(to + (k + i) * COLUMNS + r, lines[i]);
-        }
-        for (; k < depth; k++)
-            for (int i = 0; i < 4; i++) to[k * COLUMNS + r + i] = from[(r + i) * stride + k];
-    }
-#endif
-    for (; r < COLUMNS; r++)
-        for (int64_t k = 0; k < depth; k++) to[k * COLUMNS + r] = r < rows ? from[r * stride + k] : 0.0f;
+    turn(from, stride, rows, depth, to, COLUMNS);
+    for (int64_t k = 0; k < depth; k++)
+        for (int64_t r = rows; r < COLUMNS; r++) to[k * COLUMNS + r] = 0.0f;
 }
 
 // R lines of w with a panel of rows of x, turned: the sums (R, COLUMNS) so far are at `sums_before`.

@@ -1,5 +1,5 @@
 // What the compiled passes have in common: a vector of numbers, as wide as the processor's, how many
-// of them it holds, and the exponential.
+// of them it holds, the exponential, and the transpose of a matrix.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -80,4 +80,24 @@ inline Floats exponential(Floats x) {
     p = p * r + 1.0f;
     const Ints bits = (__builtin_convertvector(n, Ints) + 127) << 23;
     return tiny ? Floats{} : p * (Floats)bits;
+}
+
+// (rows, columns) -> (columns, rows); `stride` and `to_stride` are the distances of their lines.
+inline void turn(const float* from, int64_t stride, int64_t rows, int64_t columns, float* to, int64_t to_stride) {
+    int64_t r = 0;
+#if defined(__x86_64__)
+    for (; r + 4 <= rows; r += 4) {
+        int64_t c = 0;
+        for (; c + 4 <= columns; c += 4) {
+            __m128 lines[4];
+            for (int i = 0; i < 4; i++) lines[i] = _mm_loadu_ps(from + (r + i) * stride + c);
+            _MM_TRANSPOSE4_PS(lines[0], lines[1], lines[2], lines[3]);
+            for (int i = 0; i < 4; i++) _mm_storeu_ps(to + (c + i) * to_stride + r, lines[i]);
+        }
+        for (; c < columns; c++)
+            for (int i = 0; i < 4; i++) to[c * to_stride + r + i] = from[(r + i) * stride + c];
+    }
+#endif
+    for (; r < rows; r++)
+        for (int64_t c = 0; c < columns; c++) to[c * to_stride + r] = from[r * stride + c];
 }
