@@ -30,7 +30,7 @@ from softmoe.data import TransformConfig
 
 def recipe() -> train.TrainConfig:
     return train.TrainConfig(
-        steps=4700,
+        steps=4900,
         model=train.ModelSection(
             name="soft_ti8_16e",
             router="placed",
@@ -47,10 +47,12 @@ def recipe() -> train.TrainConfig:
         data=train.DataSection(
             train="folder:data",
             batch_size=64,
-            mix_after=10,
+            mix_after=30,
             transform=TransformConfig(image_size=64, crop="inception", min_area=0.25, flip=True),
         ),
-        optim=train.OptimSection("muon", head_decay=0.05, kernel_decay=0.05, scale_decay=0.0, clip_norm=1.0),
+        optim=train.OptimSection(
+            "muon", head_decay=0.05, kernel_decay=0.1, decay_epochs=3.0, scale_decay=0.0, clip_norm=1.0
+        ),
         schedule=train.ScheduleSection(kind="cosine", peak=4e-3, warmup=200),
         objective=train.ObjectiveSection(label_smoothing=0.1),
         evaluation=train.EvaluationSection(every=500),

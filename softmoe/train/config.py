@@ -51,6 +51,9 @@ class OptimSection:
     """Weight decay of the head's matrix (the paper: 3.0 on JFT-4B)."""
     kernel_decay: float = 0.03
     """Weight decay of all other matrices: patches, attention, MLPs, experts, sparse routers."""
+    decay_epochs: float | None = None
+    """Epochs in which decay, at the highest rate, brings a matrix to about a third of itself. Where it is given the
+    number of training images decides kernel_decay, 0.5 at most."""
     scale_decay: float = 0.03
     """Weight decay of the Soft routers' scale. Slot vectors, biases, norms and positions have none of these three."""
     decay_patterns: tuple[tuple[str, float], ...] = ()
@@ -285,6 +288,8 @@ class TrainConfig:
                 raise ValueError(f"{name} must be in [0, 1), got {value}")
         if o.clip_norm is not None and not (math.isfinite(o.clip_norm) and o.clip_norm > 0.0):
             raise ValueError(f"optim.clip_norm must be a finite number above 0, or None not to clip; got {o.clip_norm}")
+        if o.decay_epochs is not None and not (math.isfinite(o.decay_epochs) and o.decay_epochs > 0.0):
+            raise ValueError(f"optim.decay_epochs is a number of epochs above 0, or None; got {o.decay_epochs}")
         if self.data.mix_after is not None and not self.data.mix_after >= 0.0:
             raise ValueError(f"data.mix_after is a number of epochs, or None; got {self.data.mix_after}")
         for name, value in {"data.max_broken": self.data.max_broken, "optim.freeze": o.freeze}.items():

@@ -1,5 +1,6 @@
 """A recipe made to fit a shorter run or a small set."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from softmoe import recipes
 from softmoe.data import open_source
 from softmoe.train import TrainConfig, train
-from softmoe.train.fit import fit, with_epochs, with_mixing
+from softmoe.train.fit import fit, new_run, with_decay, with_epochs, with_mixing
 from softmoe.train.folder import RunFolder, free_name
 from softmoe.train.preview import memory_needed, preview
 
@@ -56,22 +57,61 @@ def test_a_batch_of_pairs_is_at_most_half_the_set(tmp_path: Path):
     assert fit(config, recipe, {"data.batch_size"}) == (config, "")
 
 
-def test_long_runs_mix_their_images(tmp_path: Path):
+def test_long_runs_mix_their_images():
     """A run that sees each image often mixes them where the recipe says so, and tells of it; what is given stays."""
+    recipe = recipes.load("small_data")
+    data = replace(recipe.data, batch_size=4, mix_after=10)
+    few, many = (replace(recipe, steps=steps, data=data) for steps in (10, 11))
+    assert with_mixing(few, 4) == (few, "")
+    mixed, said = with_mixing(many, 4)
+    assert (mixed.data.transform.mixup, mixed.data.transform.cutmix) == (0.2, 1.0)
+    assert said.startswith("each image is seen 11 times, so images are mixed; without: --data.transform.mixup 0 ")
+    assert with_mixing(many, 4, {"data.transform.cutmix"}) == (many, "")
+    assert with_mixing(mixed, 4) == (mixed, "")  # a recipe that mixes keeps its own shares
+    never = replace(many, data=replace(data, mix_after=None))
+    assert with_mixing(never, 4) == (never, "")
+
+
+def test_decay_by_the_number_of_images():
+    """Decay brings a matrix to 1 / e in so many epochs at the highest rate, by at most 0.5; what is given stays."""
+    base = recipes.load("small_data")
+    recipe = replace(
+        base,
+        data=replace(base.data, batch_size=2),
+        optim=replace(base.optim, decay_epochs=500.0),
+        schedule=replace(base.schedule, peak=0.01),
+    )
+    made, said = with_decay(recipe, 4)
+    assert made == replace(recipe, optim=replace(recipe.optim, kernel_decay=0.1))
+    left = (1 - made.schedule.peak * made.optim.kernel_decay) ** (500 * 2)
+    assert left == pytest.approx(1 / math.e, rel=1e-3)
+    assert said == "weight decay is 0.1, by the number of training images; another: --optim.kernel-decay"
+    assert with_decay(made, 4)[0] == made
+    assert with_decay(recipe, 4, {"optim.kernel_decay"}) == (recipe, "")
+    fast = replace(recipe, optim=replace(recipe.optim, decay_epochs=3.0))
+    assert with_decay(fast, 4)[0].optim.kernel_decay == 0.5
+    never = replace(recipe, optim=replace(recipe.optim, decay_epochs=None))
+    assert with_decay(never, 4) == (never, "")
+    with pytest.raises(ValueError, match="decay_epochs is a number of epochs above 0, or None; got 0"):
+        replace(recipe, optim=replace(recipe.optim, decay_epochs=0.0)).check()
+
+
+def test_a_new_run_counts_its_images(tmp_path: Path):
+    """Both follow from the photos of the folder, and the run's own words say so."""
     for name in ("cat/1", "cat/2", "dog/1", "dog/2"):
         (tmp_path / "train" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "train" / f"{name}.jpg").write_bytes(b"x")
-    recipe = recipes.load("small_data")
-    data = replace(recipe.data, train=f"folder:{tmp_path}", batch_size=4)
-    few, many = (replace(recipe, steps=steps, data=data) for steps in (10, 11))
-    assert with_mixing(few) == (few, "")
-    mixed, said = with_mixing(many)
-    assert (mixed.data.transform.mixup, mixed.data.transform.cutmix) == (0.2, 1.0)
-    assert said.startswith("each image is seen 11 times, so images are mixed; without: --data.transform.mixup 0 ")
-    assert with_mixing(many, {"data.transform.cutmix"}) == (many, "")
-    assert with_mixing(mixed) == (mixed, "")  # a recipe that mixes keeps its own shares
-    never = replace(many, data=replace(data, mix_after=None))
-    assert with_mixing(never) == (never, "")
+    base = recipes.load("small_data")
+    recipe = replace(
+        base,
+        steps=300,
+        data=replace(base.data, train=f"folder:{tmp_path}", mix_after=10),
+        optim=replace(base.optim, decay_epochs=3.0),
+        runs=str(tmp_path),
+    )
+    made, said = new_run(recipe, recipe, ())
+    assert (made.data.transform.mixup, made.data.transform.cutmix, made.optim.kernel_decay) == (0.2, 1.0, 0.5)
+    assert [sentence.split(",")[0] for sentence in said] == ["each image is seen 4800 times", "weight decay is 0.5"]
 
 
 def test_epochs():
