@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 import softmoe
-from softmoe.accelerate import activation, attention, build, experts, frame, optimizer
+from softmoe.accelerate import activation, attention, build, experts, frame, muon, optimizer
 from softmoe.accelerate.build import Kernel
 from softmoe.data import shapes_draw
 from softmoe.inference import layers
 
-ROOMS = (activation, attention, experts, frame, optimizer, shapes_draw, layers)
+ROOMS = (activation, attention, experts, frame, muon, optimizer, shapes_draw, layers)
 KERNELS: dict[Path, Kernel] = {room.KERNEL.source: room.KERNEL for room in ROOMS}
 pytestmark = pytest.mark.skipif(build.turned_off() or not shutil.which("g++"), reason="no compiler, or turned off")
 
