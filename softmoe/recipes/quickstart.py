@@ -14,8 +14,7 @@ Experts stand in the last block only, where tokens are no longer needed in detai
 slots as there are tokens: a step costs what a dense one costs, and what differs is the number of parameters. The
 router `placed` is not the paper's (docs/concepts/places.md): each slot leans to its own part of what the picture shows.
 
-Time: 16.0 ms a step of one core of an AMD EPYC (AVX-512), 32 s for all; without a frame 15.6 ms, the paper's layer
-15.3, Identity 15.2, the dense twin 13.0.
+Time: 8.9 ms a step of one core of an AMD EPYC (AVX-512), 18 s for all; Identity 8.6, the dense twin 7.5.
 Measured: top-1 92.7 %, 10-shot on 100 other classes 91.4 %; four experts with a place 86.6 and 85.7 %, one 73.6 and
 77.5 %; the paper's layer 76.3 and 79.9 %, one expert of it 64.5 and 70.3 %; Identity 87.0 and 82.6 %; dense 76.8 and
 78.5 %, at twice the rate 80.7 and 79.0 % (2026-11-18, mean of three seeds). So experts pay here, 19 points where slots
