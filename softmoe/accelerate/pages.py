@@ -2,7 +2,7 @@
 
 By default malloc gives large blocks, and the free end of its heap, back to the system at once. A training step asks for
 the same blocks as the one before, and the system clears every page of them anew: up to a tenth of the time of a step of
-a small model. The process keeps the most memory that it ever used. Blocks of more than 32 MiB still go back.
+a small model. Up to 2 GiB of free memory stay with the process. Blocks of more than 32 MiB still go back.
 """
 
 import ctypes
@@ -27,8 +27,7 @@ def switch_on(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
     if own := next((name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))), None):
         raise Off(f"{own} is set")
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is None or not (
-        mallopt(M_MMAP_THRESHOLD, LARGEST_BLOCK) and mallopt(M_TRIM_THRESHOLD, MOST_KEPT)
-    ):  # another malloc
+    settings = ((M_MMAP_THRESHOLD, LARGEST_BLOCK), (M_TRIM_THRESHOLD, MOST_KEPT))
+    if mallopt is None or not all(mallopt(name, value) for name, value in settings):
         raise Off("for malloc of glibc")
     return f"up to {MOST_KEPT + 1 >> 30} GiB stay with the process"
