@@ -31,30 +31,32 @@ def keep_logits_only(model: nn.Module) -> int:
 
 
 class LogitsRouting(DenseRouting):
-    """A DenseRouting that holds the logits (B, M, N, P); its weights are computed when they are read."""
+    """A DenseRouting that holds the logits (B, M, N, P) of both weights, which are computed when they are read."""
 
-    def __init__(self, logits_BMNP: Tensor, mask: Tensor | None):
-        object.__setattr__(self, "logits", logits_BMNP)
+    def __init__(self, dispatch_BMNP: Tensor, combine_BMNP: Tensor, mask: Tensor | None):
+        object.__setattr__(self, "dispatch_logits", dispatch_BMNP)
+        object.__setattr__(self, "combine_logits", combine_BMNP)
         object.__setattr__(self, "mask", mask)
 
-    logits: Tensor
+    dispatch_logits: Tensor
+    combine_logits: Tensor
     mask: Tensor | None
 
     @property
     def dispatch_weights(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return softmax_over_tokens(self.logits, self.mask)
+        return softmax_over_tokens(self.dispatch_logits, self.mask)
 
     @property
     def combine_weights(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return softmax_over_slots(self.logits, self.mask)
+        return softmax_over_slots(self.combine_logits, self.mask)
 
     def dispatch(self, x_BMD: Tensor) -> Tensor:
-        B, _, N, P = self.logits.shape
-        slots_BSD = _Dispatch.apply(self.logits, in_autocast_dtype(x_BMD), self.mask)
+        B, _, N, P = self.dispatch_logits.shape
+        slots_BSD = _Dispatch.apply(self.dispatch_logits, in_autocast_dtype(x_BMD), self.mask)
         return slots_BSD.unflatten(1, (N, P)).transpose(0, 1).reshape(N, B * P, -1)  # pyright: ignore
 
     def combine(self, slots_NSD: Tensor) -> Tensor:
-        return _Combine.apply(self.logits, in_autocast_dtype(slots_NSD), self.mask)  # pyright: ignore[reportReturnType]
+        return _Combine.apply(self.combine_logits, in_autocast_dtype(slots_NSD), self.mask)  # pyright: ignore[reportReturnType]
 
 
 def in_autocast_dtype(x: Tensor) -> Tensor:
@@ -74,8 +76,8 @@ class LogitsOnlyMixin:
                 slots_DS = l2_normalize(slots_DS, dim=0) * self.scale.to(dtype)
             return _Similarity.apply(x_BMD, slots_DS, self.scale is not None)  # pyright: ignore[reportReturnType]
 
-    def routing(self, logits_BMNP: Tensor, mask: Tensor | None) -> DenseRouting:
-        return LogitsRouting(logits_BMNP, mask)
+    def routing(self, dispatch_BMNP: Tensor, combine_BMNP: Tensor, mask: Tensor | None) -> DenseRouting:
+        return LogitsRouting(dispatch_BMNP, combine_BMNP, mask)
 
 
 class FrugalSoftRouter(LogitsOnlyMixin, SoftRouter):

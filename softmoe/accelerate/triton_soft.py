@@ -33,14 +33,14 @@ def switch_on(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
 class TritonRouting(LogitsRouting):
     def dispatch(self, x_BMD: Tensor) -> Tensor:
         x_BMD = in_autocast_dtype(x_BMD).contiguous()
-        return soft_dispatch(*self._flat(), x_BMD, self.logits.shape[3])[0]
+        return soft_dispatch(*self._flat(self.dispatch_logits), x_BMD, self.dispatch_logits.shape[3])[0]
 
     def combine(self, slots_NSD: Tensor) -> Tensor:
-        return soft_combine(*self._flat(), in_autocast_dtype(slots_NSD).contiguous())[0]
+        return soft_combine(*self._flat(self.combine_logits), in_autocast_dtype(slots_NSD).contiguous())[0]
 
-    def _flat(self) -> tuple[Tensor, Tensor | None]:
-        """Return the logits (B, M, S) and the mask, laid out as the kernels read them."""
-        return self.logits.flatten(2).contiguous(), None if self.mask is None else self.mask.contiguous()
+    def _flat(self, logits_BMNP: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return logits (B, M, S) and the mask, laid out as the kernels read them."""
+        return logits_BMNP.flatten(2).contiguous(), None if self.mask is None else self.mask.contiguous()
 
 
 class _TritonMixin:
@@ -75,10 +75,10 @@ class _TritonMixin:
             return super().similarity(x_BMD)  # pyright: ignore[reportAttributeAccessIssue]
         return soft_logits(x_BMD.contiguous(), self.slot_vectors(), self.scale is not None)
 
-    def routing(self: Any, logits_BMNP: Tensor, mask: Tensor | None) -> DenseRouting:
+    def routing(self: Any, dispatch_BMNP: Tensor, combine_BMNP: Tensor, mask: Tensor | None) -> DenseRouting:
         if not self.by_kernels():
-            return super().routing(logits_BMNP, mask)  # pyright: ignore[reportAttributeAccessIssue]
-        return TritonRouting(logits_BMNP, mask)
+            return super().routing(dispatch_BMNP, combine_BMNP, mask)  # pyright: ignore[reportAttributeAccessIssue]
+        return TritonRouting(dispatch_BMNP, combine_BMNP, mask)
 
 
 class TritonSoftRouter(_TritonMixin, SoftRouter):
@@ -99,7 +99,8 @@ def by_torch(normalize: bool, shape: tuple[int, int], mask: Tensor | None, x_BMD
 
 def by_kernels(normalize: bool, shape: tuple[int, int], mask: Tensor | None, x_BMD: Tensor, slots_DS: Tensor) -> Tensor:
     """Compute what `by_torch` computes, by the kernels."""
-    routing = TritonRouting(soft_logits(x_BMD.contiguous(), slots_DS, normalize).unflatten(2, shape), mask)
+    logits_BMNP = soft_logits(x_BMD.contiguous(), slots_DS, normalize).unflatten(2, shape)
+    routing = TritonRouting(logits_BMNP, logits_BMNP, mask)
     return routing.combine(routing.dispatch(x_BMD))
 
 

@@ -59,6 +59,8 @@ class PlacedConfig(SoftConfig, name="placed"):
     """How much a slot's logit falls, at the start, from its center to the next one on the grid of centers."""
     frame: bool = False
     """Measure places in a frame that is found in each image, not in the image itself."""
+    combine_place: bool = True
+    """Let places count in combine too. False: they say what a slot takes, and content alone where its output goes."""
 
     def build(self, dim: int) -> "Router":
         from softmoe.moe.placed import PlacedRouter

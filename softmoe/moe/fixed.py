@@ -55,14 +55,12 @@ class UniformRouter(Router):
 class SoftUniformRouter(SoftRouter):
     """A router with learned dispatch and uniform combine: every token of an image gets the same update."""
 
-    def routing(self, logits_BMNP: Tensor, mask: Tensor | None) -> DenseRouting:
-        flat_BMNP = torch.zeros_like(logits_BMNP)
-        return DenseRouting(softmax_over_tokens(logits_BMNP, mask), softmax_over_slots(flat_BMNP, mask))
+    def routing(self, dispatch_BMNP: Tensor, combine_BMNP: Tensor, mask: Tensor | None) -> DenseRouting:
+        return super().routing(dispatch_BMNP, torch.zeros_like(combine_BMNP), mask)
 
 
 class UniformSoftRouter(SoftRouter):
     """A router with uniform dispatch and learned combine: every slot is the mean token."""
 
-    def routing(self, logits_BMNP: Tensor, mask: Tensor | None) -> DenseRouting:
-        flat_BMNP = torch.zeros_like(logits_BMNP)
-        return DenseRouting(softmax_over_tokens(flat_BMNP, mask), softmax_over_slots(logits_BMNP, mask))
+    def routing(self, dispatch_BMNP: Tensor, combine_BMNP: Tensor, mask: Tensor | None) -> DenseRouting:
+        return super().routing(torch.zeros_like(dispatch_BMNP), combine_BMNP, mask)

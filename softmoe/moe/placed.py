@@ -55,18 +55,19 @@ class PlacedRouter(SoftRouter):
         scale_init: float = 1.0,
         place_init: float = 4.0,
         frame: bool = False,
+        combine_place: bool = True,
     ):
         super().__init__(
             dim, num_experts, slots_per_expert, normalize=normalize, noise_std=noise_std, scale_init=scale_init
         )
         self.place = Place(num_experts, slots_per_expert, place_init)
         self.frame = Frame(dim) if frame else None
+        self.combine_place = combine_place
 
     def forward(self, x_BMD: Tensor, mask: Tensor | None = None, grid: Grid | None = None) -> DenseRouting:
-        logits_BMNP = self.logits(x_BMD, mask)
-        if grid is not None:
-            logits_BMNP = self.with_places(logits_BMNP, x_BMD, mask, grid)
-        return self.routing(logits_BMNP, mask)
+        content_BMNP = self.logits(x_BMD, mask)
+        placed_BMNP = content_BMNP if grid is None else self.with_places(content_BMNP, x_BMD, mask, grid)
+        return self.routing(placed_BMNP, placed_BMNP if self.combine_place else content_BMNP, mask)
 
     def with_places(self, logits_BMNP: Tensor, x_BMD: Tensor, mask: Tensor | None, grid: Grid) -> Tensor:
         """Return the logits less the squared distances of tokens from the centers of slots, in widths of the slots."""

@@ -65,7 +65,8 @@ class SoftRouter(Router):
         )
 
     def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> "DenseRouting":
-        return self.routing(self.logits(x_BMD, mask), mask)
+        logits_BMNP = self.logits(x_BMD, mask)
+        return self.routing(logits_BMNP, logits_BMNP, mask)
 
     def logits(self, x_BMD: Tensor, mask: Tensor | None = None) -> Tensor:
         check_tokens(x_BMD, mask, self.dim)
@@ -85,8 +86,9 @@ class SoftRouter(Router):
                 slots_DS = l2_normalize(slots_DS, dim=0) * self.scale.to(dtype)
             return tokens_BMD @ slots_DS
 
-    def routing(self, logits_BMNP: Tensor, mask: Tensor | None) -> "DenseRouting":
-        return DenseRouting(softmax_over_tokens(logits_BMNP, mask), softmax_over_slots(logits_BMNP, mask))
+    def routing(self, dispatch_BMNP: Tensor, combine_BMNP: Tensor, mask: Tensor | None) -> "DenseRouting":
+        """Make both weights of their logits, which are the same ones in Algorithm 1."""
+        return DenseRouting(softmax_over_tokens(dispatch_BMNP, mask), softmax_over_slots(combine_BMNP, mask))
 
 
 def l2_normalize(x: Tensor, dim: int) -> Tensor:

@@ -44,7 +44,7 @@ def recipe() -> train.TrainConfig:
             mlp_dim=96,
             blocks=(2,),
             identical_init=True,
-            options={"scale_init": 6.0, "place_init": 2.0, "frame": True},
+            options={"scale_init": 6.0, "place_init": 2.0, "frame": True, "combine_place": False},
         ),
         data=train.DataSection(
             train=f"characters?size={IMAGE}&classes=1000",

@@ -53,10 +53,14 @@ def check(found: list[Tensor], exact: list[Tensor]) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("grid", [(1, 1), (2, 3), (4, 4), (9, 7)])
+@pytest.mark.parametrize("combine_place", [True, False])
 @pytest.mark.parametrize(("dim", "experts", "slots"), [(6, 4, 1), (24, 16, 1), (33, 3, 7), (16, 1, 2)])
-def test_weights_and_gradients(passes: list[str], grid: tuple[int, int], dim: int, experts: int, slots: int) -> None:
+def test_weights_and_gradients(
+    passes: list[str], grid: tuple[int, int], dim: int, experts: int, slots: int, combine_place: bool
+) -> None:
     """Any number of tokens, any width and any number of slots, so any rest of a vector; all gradients."""
-    of, x = router(dim, experts, slots), torch.randn(3, grid[0] * grid[1], dim)
+    of = router(dim, experts, slots, combine_place=combine_place)
+    x = torch.randn(3, grid[0] * grid[1], dim)
     found = weights_and_gradients(of, x, grid)
     assert passes == BOTH
     exact = weights_and_gradients(copy.deepcopy(of).double(), x.double(), grid)

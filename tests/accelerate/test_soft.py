@@ -55,9 +55,11 @@ def test_numbers_are_the_plain_ones(sizes: tuple[int, ...], masked: bool, normal
     assert type(layer.router) is SoftRouter
 
 
-def test_places_and_weights() -> None:
+@pytest.mark.parametrize("combine_place", [True, False])
+def test_places_and_weights(combine_place: bool) -> None:
     """A router with places keeps them, and whoever looks at the weights sees the plain ones."""
-    router, x = PlacedRouter(8, 4, frame=True).double(), torch.randn(2, 9, 8).double()
+    router = PlacedRouter(8, 4, frame=True, combine_place=combine_place).double()
+    x = torch.randn(2, 9, 8).double()
     torch.nn.init.normal_(router.frame.direction)
     plain = router(x, None, (3, 3))
     keep_logits_only(router)
@@ -65,6 +67,8 @@ def test_places_and_weights() -> None:
     torch.testing.assert_close(found.dispatch_weights, plain.dispatch_weights)
     torch.testing.assert_close(found.combine_weights, plain.combine_weights)
     torch.testing.assert_close(found.dispatch(x), plain.dispatch(x))
+    slots = torch.randn(4, 2, 8).double()
+    torch.testing.assert_close(found.combine(slots), plain.combine(slots))
 
 
 def test_gradients_of_gradients() -> None:

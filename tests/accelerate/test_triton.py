@@ -221,9 +221,10 @@ def test_kernels_stay_where_logits_alone_are_kept(as_if_cuda: None, monkeypatch:
     assert type(layer.router) is SoftRouter
 
 
-def test_a_placed_router_has_its_places(as_if_cuda: None) -> None:
+@pytest.mark.parametrize("combine_place", [True, False])
+def test_a_placed_router_has_its_places(as_if_cuda: None, combine_place: bool) -> None:
     """The kernels see the logits with the places in them, and the places get their gradients."""
-    router, x = PlacedRouter(8, 4, frame=True), torch.randn(2, 9, 8)
+    router, x = PlacedRouter(8, 4, frame=True, combine_place=combine_place), torch.randn(2, 9, 8)
     torch.nn.init.normal_(router.frame.direction)
     wanted = [*router.parameters()]
 

@@ -14,10 +14,11 @@ from softmoe.moe.placed import even_grid, grid_places
 SIZES = st.tuples(*[st.integers(1, high) for high in (2, 4, 4, 3, 4, 3)])  # B, rows, columns, D, N, P
 
 
-def make_layer(D: int, N: int, P: int, seed: int = 0, frame: bool = False) -> MoE:
+def make_layer(D: int, N: int, P: int, seed: int = 0, frame: bool = False, combine_place: bool = True) -> MoE:
     """A float64 layer away from its start: sharp logits, moved centers, different widths, a frame that singles out."""
     torch.manual_seed(seed)
-    layer = MoE(PlacedRouter(D, N, P, scale_init=3.7, frame=frame), Experts(D, 2 * D, N)).double()
+    router = PlacedRouter(D, N, P, scale_init=3.7, frame=frame, combine_place=combine_place)
+    layer = MoE(router, Experts(D, 2 * D, N)).double()
     with torch.no_grad():
         if frame:
             layer.router.frame.direction.normal_()
@@ -27,11 +28,11 @@ def make_layer(D: int, N: int, P: int, seed: int = 0, frame: bool = False) -> Mo
     return layer
 
 
-@given(SIZES, st.integers(0, 2), st.booleans(), st.booleans(), st.integers(0, 2**31))
-def test_output_equals_the_plain_loops(sizes, prefix, masked, frame, seed):
-    """Distance over width, squared, is taken from the logits; tokens without a place come first."""
+@given(SIZES, st.integers(0, 2), st.booleans(), st.booleans(), st.booleans(), st.integers(0, 2**31))
+def test_output_equals_the_plain_loops(sizes, prefix, masked, frame, combine_place, seed):
+    """Distance over width, squared, is taken from the logits, or from dispatch's; tokens without a place come first."""
     B, rows, columns, D, N, P = sizes
-    layer, M = make_layer(D, N, P, seed, frame), prefix + rows * columns
+    layer, M = make_layer(D, N, P, seed, frame, combine_place), prefix + rows * columns
     x = torch.randn(B, M, D, dtype=torch.float64)
     mask = torch.rand(B, M) < 0.7 if masked else None
     router = layer.router
@@ -44,8 +45,9 @@ def test_output_equals_the_plain_loops(sizes, prefix, masked, frame, seed):
         places = oracle.frame_places(seen, direction, rows, columns, None if real is None else real[:, prefix:])
     else:
         places = np.stack([oracle.grid_places(rows, columns)] * B)
-    logits = logits + np.stack([oracle.place_bias(center, width, one, prefix) for one in places])
-    dispatch, combine = oracle.dispatch_weights(logits, real), oracle.combine_weights(logits, real)
+    placed = logits + np.stack([oracle.place_bias(center, width, one, prefix) for one in places])
+    dispatch = oracle.dispatch_weights(placed, real)
+    combine = oracle.combine_weights(placed if combine_place else logits, real)
     expected = oracle.dense_layer(x.numpy(), dispatch, combine, oracle.ExpertWeights.of(layer.experts))
     found = layer(x, mask, (rows, columns)).detach().numpy()
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
@@ -62,10 +64,10 @@ def test_without_a_grid_it_is_the_soft_router():
     assert not torch.equal(placed(x, None, (2, 3)).dispatch_weights, soft(x).dispatch_weights)
 
 
-@pytest.mark.parametrize("frame", [False, True])
-def test_gradients_are_those_of_finite_differences(frame):
+@pytest.mark.parametrize(("frame", "combine_place"), [(False, True), (True, True), (True, False)])
+def test_gradients_are_those_of_finite_differences(frame, combine_place):
     """Tokens, slot vectors, centers, widths and frame all learn, with a token that has no place among them."""
-    layer = make_layer(4, 2, 2, frame=frame)
+    layer = make_layer(4, 2, 2, frame=frame, combine_place=combine_place)
     x = torch.randn(2, 7, 4, dtype=torch.float64, requires_grad=True)
     names = [name for name, _ in layer.router.named_parameters()]
     assert names == ["phi", "scale", "place.center", "place.log_width", *["frame.direction"] * frame]
@@ -76,6 +78,19 @@ def test_gradients_are_those_of_finite_differences(frame):
 
     values = [p.detach().clone().requires_grad_() for p in layer.router.parameters()]
     assert torch.autograd.gradcheck(output, (x, *values))
+
+
+def test_a_place_for_dispatch_alone():
+    """Slots take tokens as with a place, and give their outputs back as the paper's layer does."""
+    torch.manual_seed(0)
+    router, x = PlacedRouter(8, 4, 2, frame=True, combine_place=False), torch.randn(2, 7, 8)
+    torch.nn.init.normal_(router.frame.direction)
+    placed, soft = PlacedRouter(8, 4, 2, frame=True), SoftRouter(8, 4, 2)
+    placed.load_state_dict(router.state_dict())
+    soft.load_state_dict(router.state_dict(), strict=False)
+    found = router(x, None, (2, 3))
+    assert torch.equal(found.dispatch_weights, placed(x, None, (2, 3)).dispatch_weights)
+    assert torch.equal(found.combine_weights, soft(x).combine_weights)
 
 
 def test_the_start_is_an_even_grid():

@@ -39,7 +39,7 @@ from softmoe.train.optim import gradients, make_optimizer, set_learning_rate
 BATCH, CLASSES, STEPS = 8, 5, 3
 ROUTERS: dict[str, dict[str, Any]] = {
     "soft": {"slots_per_expert": 3},
-    "placed": {"slots_per_expert": 3, "frame": True},
+    "placed": {"slots_per_expert": 3, "frame": True, "combine_place": False},
     "tokens_choice": {"top_k": 2, "gshard_weight": 0.01, "capacity_factor": 0.8, "noise_std": 0.0},
     "experts_choice": {"capacity_factor": 1.5, "noise_std": 0.0},
     "identity": {},
