@@ -10,6 +10,9 @@ token to that center, over the squared width, is subtracted from the logit of Al
 So a slot prefers the tokens near its center, but the content of a token can outweigh its place. Places are fractions
 of the image, so the same slots work at any image size. The centers start on an even grid.
 
+With `combine_place=False` that is the logit of dispatch alone, and combine has the cosine without the distance: a place
+says which tokens a slot takes, and only content says which tokens get its output.
+
 With `frame`, places are measured from what the image shows, so that a slot prefers the same part of an object wherever
 the object is and whatever its size:
 

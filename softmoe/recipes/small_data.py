@@ -54,7 +54,13 @@ def recipe() -> train.TrainConfig:
             transform=TransformConfig(image_size=64, crop="inception", min_area=0.25, flip=True),
         ),
         optim=train.OptimSection(
-            "muon", head_decay=0.05, kernel_decay=0.1, decay_epochs=3.0, scale_decay=0.0, clip_norm=1.0
+            "muon",
+            expert_momentum=0.8,
+            head_decay=0.05,
+            kernel_decay=0.1,
+            decay_epochs=3.0,
+            scale_decay=0.0,
+            clip_norm=1.0,
         ),
         schedule=train.ScheduleSection(kind="cosine", peak=4e-3, warmup=200),
         objective=train.ObjectiveSection(label_smoothing=0.1),

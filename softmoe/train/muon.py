@@ -36,7 +36,7 @@ class Muon(torch.optim.Optimizer):
     """A step of many matrices at once, which returns those it does not take (softmoe/accelerate/muon.py)."""
 
     def __init__(self, groups: list[dict], betas: tuple[float, float], eps: float):
-        super().__init__(groups, {"lr": 0.0, "muon": False, "betas": betas, "eps": eps})
+        super().__init__(groups, {"lr": 0.0, "muon": False, "momentum": MOMENTUM, "betas": betas, "eps": eps})
         self.others = self.adamw_of_others()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -57,12 +57,17 @@ class Muon(torch.optim.Optimizer):
         if self.others is not None:
             self.others.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
             self.others.step()
-        stacks = self.stacks()
+        for share in dict.fromkeys(group["momentum"] for group in self.param_groups if group["muon"]):
+            self.step_matrices(share, skip)
+
+    def step_matrices(self, share: float, skip: Tensor | None) -> None:
+        """Step the matrices whose momentum keeps this share of itself."""
+        stacks = self.stacks(share)
         if self.step_compiled is not None and skip is None:
-            stacks = self.step_compiled(stacks, MOMENTUM, NEWTON_SCHULZ, STEPS)
+            stacks = self.step_compiled(stacks, share, NEWTON_SCHULZ, STEPS)
         for batch in batches(stacks):
-            momenta = [MOMENTUM * old + gradient for _, gradient, old, *_ in batch]
-            directions = [gradient + MOMENTUM * new for (_, gradient, *_), new in zip(batch, momenta, strict=True)]
+            momenta = [share * old + gradient for _, gradient, old, *_ in batch]
+            directions = [gradient + share * new for (_, gradient, *_), new in zip(batch, momenta, strict=True)]
             updates = own_updates(directions, [count for _, _, _, count, _, _ in batch])
             for (weight, _, old, _, keep, rate), momentum, update in zip(batch, momenta, updates, strict=True):
                 stepped = keep * local(weight) - rate * update
@@ -70,12 +75,12 @@ class Muon(torch.optim.Optimizer):
                     after = local(after) if skip is None else torch.where(skip.bool(), local(before), local(after))
                     local(before).copy_(after)
 
-    def stacks(self) -> list[Stack]:
+    def stacks(self, share: float) -> list[Stack]:
         """List what there is to step: parameters, as one or several matrices each, with gradient and momentum."""
         found = []
-        for group in self.param_groups:
+        for group in (group for group in self.param_groups if group["muon"] and group["momentum"] == share):
             keep = 1 - group["lr"] * group["weight_decay"]
-            for name, parameter in zip(group["names"], group["params"], strict=True) if group["muon"] else ():
+            for name, parameter in zip(group["names"], group["params"], strict=True):
                 if parameter.grad is None:
                     continue
                 count = len(local(parameter)) if parameter.ndim == 3 else 3 if QKV.search(name) else 1

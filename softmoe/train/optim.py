@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from softmoe.train.config import OptimSection, ScheduleSection
-from softmoe.train.muon import Muon
+from softmoe.train.muon import MOMENTUM, Muon
 
 BLOCK = re.compile(r"^encoder\.blocks\.(\d+)\.")
 BELOW = re.compile(r"^(embed|positions|pre_norm)\.|^(class_token|registers)$")  # what comes before the first block
@@ -36,6 +36,7 @@ BESIDE = re.compile(r"^(.*\.mlp)\.(router|experts|mlp)\.")
 MATRIX = re.compile(
     r"(^|\.)encoder\.blocks\.\d+\.((attention|mlp|mlp\.mlp)\.(qkv|out|fc1|fc2)\.weight|mlp\.experts\.w[12])$"
 )
+EXPERT = re.compile(r"\.mlp\.experts\.w[12]$")
 ADAPTERS = ((r"^head\.|\.mlp\.(router|experts)\.", 1.0), (r"", 0.0))
 Schedule = Callable[[int], float]
 
@@ -73,7 +74,7 @@ def make_sgd(groups: list[dict], momentum: float) -> torch.optim.Optimizer:
 def parameter_groups(
     model: nn.Module, config: OptimSection, *, locked: bool = False, adapters: bool = False
 ) -> list[dict]:
-    """Return a group per (decay, factor of the learning rate, use of Muon); a factor of 0 takes the parameter out.
+    """Return a group per (decay, factor of the learning rate, Muon's momentum); a factor of 0 takes the parameter out.
 
     `locked` leaves the image tower of two out; `adapters` all but the head and the experts beside MLPs, and what
     lr_patterns name.
@@ -91,7 +92,7 @@ def parameter_groups(
     names = [name for name, _ in model.named_parameters()]
     beside = {match[1] for name in names if (match := BESIDE.match(name)) and match[2] == "mlp"}
     depth = 1 + max((int(match[1]) for name in names if (match := BLOCK.match(name))), default=-1)
-    groups: dict[tuple[float, float, bool], dict] = {}
+    groups: dict[tuple[float, float, float | None], dict] = {}
     used: set[str] = set()
     for name, parameter in model.named_parameters():
         decay, pattern = first_match(decay_rules, name, 0.0)
@@ -103,9 +104,10 @@ def parameter_groups(
         if factor == 0.0:
             parameter.requires_grad_(False)
             continue
-        muon = config.name == "muon" and MATRIX.search(name) is not None
-        new = {"params": [], "names": [], "weight_decay": decay, "lr_factor": factor} | ({"muon": True} if muon else {})
-        group = groups.setdefault((decay, factor, muon), new)
+        momentum = muon_momentum(name, config)
+        muon = {} if momentum is None else {"muon": True, "momentum": momentum}
+        new = {"params": [], "names": [], "weight_decay": decay, "lr_factor": factor} | muon
+        group = groups.setdefault((decay, factor, momentum), new)
         group["params"].append(parameter)
         group["names"].append(name)
     for pattern, _ in (*config.decay_patterns, *config.lr_patterns):
@@ -118,6 +120,13 @@ def parameter_groups(
     if not groups:
         raise ValueError("optim.lr_patterns freezes every parameter, so there is nothing to train")
     return list(groups.values())
+
+
+def muon_momentum(name: str, config: OptimSection) -> float | None:
+    """Return the momentum with which Muon steps a parameter; None if it does not."""
+    if config.name != "muon" or not MATRIX.search(name):
+        return None
+    return config.expert_momentum if EXPERT.search(name) else MOMENTUM
 
 
 def is_frozen(name: str, blocks: int) -> bool:

@@ -171,9 +171,14 @@ def by_singular_values(direction: torch.Tensor) -> torch.Tensor:
 
 
 def test_muon_is_its_formula_on_matrices_and_adamw_elsewhere():
-    """Two steps: matrices by their singular values; experts, query, key and value each apart; all else as AdamW."""
+    """Two steps: matrices by their singular values; experts, query, key and value each apart; all else as AdamW.
+
+    Experts have a momentum of their own.
+    """
     model, twin = muon_twins()
-    optimizer, plain = (make_optimizer(m, replace(DECAYS, name=n)) for m, n in ((model, "muon"), (twin, "adamw")))
+    optimizer, plain = (
+        make_optimizer(m, replace(DECAYS, name=n, expert_momentum=0.7)) for m, n in ((model, "muon"), (twin, "adamw"))
+    )
     names = {name for group in optimizer.param_groups if group["muon"] for name in group["names"]}
     blocks = [f"encoder.blocks.{i}.attention.{name}.weight" for i in (0, 1) for name in ("qkv", "out")]
     experts = ["encoder.blocks.1.mlp.experts.w1", "encoder.blocks.1.mlp.experts.w2"]
@@ -186,8 +191,9 @@ def test_muon_is_its_formula_on_matrices_and_adamw_elsewhere():
             own.step()
         for name, weight in expected.items():
             g = model.get_parameter(name).grad
-            momentum[name] = 0.95 * momentum[name] + g
-            direction = g + 0.95 * momentum[name]
+            share = 0.7 if "experts" in name else 0.95
+            momentum[name] = share * momentum[name] + g
+            direction = g + share * momentum[name]
             parts = direction.unbind() if "experts" in name else direction.chunk(3 if "qkv" in name else 1)
             update = torch.cat([by_singular_values(part) for part in parts]).view_as(direction)
             expected[name] = weight * (1 - lr * 0.03) - lr * update

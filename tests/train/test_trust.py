@@ -102,6 +102,7 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_exported(make_config)
         ("optim.clip_norm", 0.0),
         ("optim.clip_norm", math.nan),
         ("optim.beta2", 1.0),
+        ("optim.expert_momentum", 1.0),
         ("optim.eps", -1e-8),
         ("schedule.peak", -1e-3),
         ("schedule.peak", math.inf),
