@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from softmoe.accelerate.build import Kernel, call
 from softmoe.accelerate.guards import Off, plain_float32
 
-Stack = tuple[Tensor, Tensor, Tensor, int, float, float]
-"""Weight, gradient, momentum; how many matrices they are; 1 - rate * decay; rate times the factor of their size."""
+Stack = tuple[Tensor, Tensor, Tensor, int, float, float, float]
+"""Weight, gradient, momentum; how many matrices they are; 1 - rate * decay; rate times the factor of their size; the
+share of the momentum that is kept."""
 
 
 def switch_on(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
@@ -30,15 +31,15 @@ def switch_on(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
     return f"{sum(len(group['params']) for group in keeper.param_groups if group['muon'])} parameters"
 
 
-def step(stacks: Sequence[Stack], share: float, coefficients: tuple[float, float, float], steps: int) -> list[Stack]:
+def step(stacks: Sequence[Stack], coefficients: tuple[float, float, float], steps: int) -> list[Stack]:
     """Step all float32 matrices in place and return the other stacks, which are left as they are.
 
-    `share` of the momentum is kept. The polynomial of Newton and Schulz is used `steps` times.
+    The polynomial of Newton and Schulz is used `steps` times.
     """
     matrices = [matrix for stack in stacks if is_supported(stack) for matrix in unstacked(stack)]
     if len(matrices) < torch.get_num_threads():  # torch shares one product among threads
         return list(stacks)
-    launch(KERNEL.library, matrices, share, coefficients, steps)
+    launch(KERNEL.library, matrices, coefficients, steps)
     return [stack for stack in stacks if not is_supported(stack)]
 
 
@@ -46,21 +47,21 @@ def is_supported(stack: Stack) -> bool:
     return plain_float32(*stack[:3]) and all(t.is_contiguous() for t in stack[:3])
 
 
-def unstacked(stack: Stack) -> list[tuple[list[int], tuple[int, int], tuple[float, float]]]:
+def unstacked(stack: Stack) -> list[tuple[list[int], tuple[int, int], list[float]]]:
     """Return addresses, sizes and factors of each matrix of a stack, whose first axis, or rows, it is cut along."""
     weight, gradient, momentum, count, *factors = stack
     columns = weight.shape[-1]
     rows = weight.numel() // (count * columns)
     far = 4 * rows * columns
     addresses = [t.data_ptr() for t in (weight, gradient, momentum)]
-    return [([at + i * far for at in addresses], (rows, columns), (factors[0], factors[1])) for i in range(count)]
+    return [([at + i * far for at in addresses], (rows, columns), factors) for i in range(count)]
 
 
-def launch(library: ctypes.CDLL, matrices: list, share: float, coefficients: tuple[float, ...], steps: int) -> None:
+def launch(library: ctypes.CDLL, matrices: list, coefficients: tuple[float, ...], steps: int) -> None:
     addresses, sizes, factors = zip(*matrices, strict=True)
     kinds = ((addresses, torch.int64), (sizes, torch.int64), (factors, torch.float32))
     tables = [torch.tensor(column, dtype=dtype) for column, dtype in kinds]
-    call(library.muon_step, *tables, len(matrices), share, *coefficients, steps)
+    call(library.muon_step, *tables, len(matrices), *coefficients, steps)
 
 
 def self_test(library: ctypes.CDLL) -> bool:
@@ -77,8 +78,8 @@ def self_test(library: ctypes.CDLL) -> bool:
         for _ in range(3):
             s = coefficients[0] * s + coefficients[1] * s**3 + coefficients[2] * s**5
         expected = keep * weight.double() - rate * u @ torch.diag_embed(s) @ v
-        stack = weight, gradient, momentum, 2, keep, rate
-        launch(library, unstacked(stack), share, coefficients, 3)
+        stack = weight, gradient, momentum, 2, keep, rate, share
+        launch(library, unstacked(stack), coefficients, 3)
         if (weight - expected).abs().max() > 1e-4:
             return False
     return True

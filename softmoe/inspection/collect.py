@@ -24,7 +24,7 @@ from softmoe.data import BrokenImage, Example, Source, Transform, evaluation_bat
 from softmoe.inspection.statistics import LayerStatistics, correlation_summary, layer_statistics
 from softmoe.models import VisionTransformer
 from softmoe.models.classification import Loss, probabilities
-from softmoe.moe import DenseRouting, Router, Routing, SparseRouting
+from softmoe.moe import DenseRouting, PlacedRouter, Router, Routing, SparseRouting
 from softmoe.moe.record import evaluating, record, routers_by_layer
 
 TOLERANCE = 1e-4  # how well one table must serve both kinds of weights
@@ -232,6 +232,8 @@ def layer_results(model: nn.Module, batches: Iterable[Tensor]) -> tuple[int, dic
     for name, router in routers.items():
         if name in statistics:
             facts = {"router": plain_class(router).__name__, "correlation": correlation_summary(router)}
+            if isinstance(router, PlacedRouter):
+                facts["combine_place"] = router.combine_place
             results[name] = facts | statistics[name].result()
     return images, results
 

@@ -64,8 +64,10 @@ _RATE = (
 def examine_layers(layers: Layers) -> list[Verdict]:
     """Judge what the routers did on images; `layers` are the results of inspection."""
     soft = {n: r for n, r in layers.items() if r["router"] in ("SoftRouter", "PlacedRouter")}
-    # a slot with a place may well take one token, and a token one slot
-    unplaced = {n: r for n, r in layers.items() if r["kind"] == "dense" and r["router"] != "PlacedRouter"}
+    dense = {n: r for n, r in layers.items() if r["kind"] == "dense"}
+    # a slot with a place may well take one token; and a token one slot, if places count in combine too
+    unplaced = {n: r for n, r in dense.items() if r["router"] != "PlacedRouter"}
+    free_combine = {n: r for n, r in dense.items() if not r.get("combine_place", r["router"] == "PlacedRouter")}
     sparse = {n: r for n, r in layers.items() if r["kind"] == "sparse"}
     one_hot = "lower the learning rate, decay the scale (optim.scale_decay), keep normalize on"
     return [
@@ -78,7 +80,11 @@ def examine_layers(layers: Layers) -> list[Verdict]:
         ),
         *judge(
             "saturated combine",
-            {n: r["combine"]["mean_largest"] for n, r in unplaced.items() if r["experts"] * r["slots_per_expert"] > 1},
+            {
+                n: r["combine"]["mean_largest"]
+                for n, r in free_combine.items()
+                if r["experts"] * r["slots_per_expert"] > 1
+            },
             "mean largest weight {}",
             f"each token takes one slot only: {one_hot}",
             above=SATURATED,

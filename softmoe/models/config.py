@@ -317,7 +317,7 @@ def tower_dict(tower: ViTConfig | TextConfig) -> dict[str, Any]:
 
 _FUNCTION = ("patch_size", "width", "depth", "mlp_dim", "heads", "pool", "positions", "qk_norm", "activation")
 _PARTS = ("representation_size", "registers", "layer_scale", "pre_norm", "pool_norm", "norm_eps")
-_ROUTING = ("router", "num_experts", "slots_per_expert", "normalize")
+_ROUTING = ("router", "num_experts", "slots_per_expert", "normalize", "combine_place")
 
 
 def check_same_function(old: ViTConfig, new: ViTConfig, name: str) -> None:

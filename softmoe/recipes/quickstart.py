@@ -12,16 +12,17 @@
 
 Experts stand in the last block only, where tokens are no longer needed in detail, start identical, and have as many
 slots as there are tokens: a step costs what a dense one costs, and what differs is the number of parameters. The
-router `placed` is not the paper's (docs/concepts/places.md): each slot leans to its own part of what the picture shows.
+router `placed` is not the paper's (docs/concepts/places.md): each slot takes its own part of what the picture shows.
 
-Time: 8.9 ms a step of one core of an AMD EPYC (AVX-512), 18 s for all; Identity 8.6, the dense twin 7.5.
-Measured: top-1 92.7 %, 10-shot on 100 other classes 91.4 %; four experts with a place 86.6 and 85.7 %, one 73.6 and
-77.5 %; the paper's layer 76.3 and 79.9 %, one expert of it 64.5 and 70.3 %; Identity 87.0 and 82.6 %; dense 76.8 and
-78.5 %, at twice the rate 80.7 and 79.0 % (2026-11-18, mean of three seeds). So experts pay here, 19 points where slots
+Time: 9.1 ms a step of one core of an AMD EPYC (AVX-512), 18 s for all; Identity 8.8, the dense twin 7.6.
+Measured: top-1 93.2 %, 10-shot on 100 other classes 92.7 %; four experts with a place 87.8 and 88.6 %, one 75.5 and
+78.7 %; the paper's layer 76.3 and 79.9 %, one expert of it 64.5 and 70.3 %; Identity 87.0 and 82.6 %; dense 76.8 and
+78.5 %, at twice the rate 80.7 and 79.0 % (2026-11-18, mean of three seeds). So experts pay here, 18 points where slots
 have a place and 12 in the paper's layer, which is level with dense at this length. In equal time (2,100 steps of
-Identity, six other seeds) it is 4.6 ± 0.8 points above Identity, 10-shot 7.5 ± 0.6. Places in the picture instead of a
-frame in it (--model.frame False) have 90.2 and 89.3 %. With AdamW at 8e-3 it was 72.7 % with such a place, 27.8 % for
-the paper's layer and 37.8 % for dense (docs/experiments.md).
+Identity, six other seeds) it is 5.3 ± 0.4 points above Identity, 10-shot 9.5 ± 0.9. Places that count in combine too
+(--model.combine-place True) have 92.7 and 91.4 %, and in the picture instead of a frame in it (--model.frame False as
+well) 90.2 and 89.3 %. With AdamW at 8e-3 it was 72.7 % with such a place, 27.8 % for the paper's layer and 37.8 % for
+dense (docs/experiments.md).
 """
 
 from softmoe import train

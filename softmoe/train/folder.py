@@ -33,6 +33,7 @@ from softmoe.storage.saved import TOKENIZER_FILES, tokenizer_of_run
 from softmoe.storage.settings import flatten
 from softmoe.train.config import TrainConfig
 from softmoe.train.log import scan_metrics
+from softmoe.train.model_section import model_options
 from softmoe.train.optim import make_schedule
 
 FREE = (
@@ -150,11 +151,19 @@ def differences(old: TrainConfig, new: TrainConfig, done: int) -> list[str]:
     keys = [key for key in before | after if before.get(key) != after.get(key)]
     if after.get("model.new_head") is None:  # nothing is asked for, and the run has begun
         keys = [key for key in keys if key != "model.new_head"]
+    if same_experts(old, new):  # options that are said, and others that are not since they are the default
+        keys = [key for key in keys if key.removeprefix("model.") not in model_options()]
     changed = [key for key in keys if not any(matches(key, rule) for rule in FREE)]
     future = [key for key in changed if any(matches(key, rule) for rule in FUTURE)]
     if future and same_past(old, new, done):
         changed = [key for key in changed if key not in future]
     return [f"{key}: {before.get(key)} -> {after.get(key)}" for key in changed]
+
+
+def same_experts(old: TrainConfig, new: TrainConfig) -> bool:
+    """Tell if the models of two runs have the same routers and experts."""
+    one, other = (config.model.resolve(None, config.data.transform.image_size).moe for config in (old, new))
+    return one == other
 
 
 def free_name(config: TrainConfig, recipe: TrainConfig, *, named: bool) -> tuple[TrainConfig, str]:

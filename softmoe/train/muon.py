@@ -41,6 +41,8 @@ class Muon(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # a copy, or a loaded state, has groups of its own
+        for group in self.param_groups:
+            group.setdefault("momentum", MOMENTUM)  # older states lack it
         self.others = self.adamw_of_others()
 
     def adamw_of_others(self) -> torch.optim.AdamW | None:
@@ -57,28 +59,23 @@ class Muon(torch.optim.Optimizer):
         if self.others is not None:
             self.others.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
             self.others.step()
-        for share in dict.fromkeys(group["momentum"] for group in self.param_groups if group["muon"]):
-            self.step_matrices(share, skip)
-
-    def step_matrices(self, share: float, skip: Tensor | None) -> None:
-        """Step the matrices whose momentum keeps this share of itself."""
-        stacks = self.stacks(share)
+        stacks = self.stacks()
         if self.step_compiled is not None and skip is None:
-            stacks = self.step_compiled(stacks, share, NEWTON_SCHULZ, STEPS)
+            stacks = self.step_compiled(stacks, NEWTON_SCHULZ, STEPS)
         for batch in batches(stacks):
-            momenta = [share * old + gradient for _, gradient, old, *_ in batch]
-            directions = [gradient + share * new for (_, gradient, *_), new in zip(batch, momenta, strict=True)]
-            updates = own_updates(directions, [count for _, _, _, count, _, _ in batch])
-            for (weight, _, old, _, keep, rate), momentum, update in zip(batch, momenta, updates, strict=True):
+            momenta = [share * old + gradient for _, gradient, old, *_, share in batch]
+            directions = [gradient + share * new for (_, gradient, *_, share), new in zip(batch, momenta, strict=True)]
+            updates = own_updates(directions, [count for _, _, _, count, *_ in batch])
+            for (weight, _, old, _, keep, rate, _), momentum, update in zip(batch, momenta, updates, strict=True):
                 stepped = keep * local(weight) - rate * update
                 for before, after in ((old, momentum), (weight, stepped)):
                     after = local(after) if skip is None else torch.where(skip.bool(), local(before), local(after))
                     local(before).copy_(after)
 
-    def stacks(self, share: float) -> list[Stack]:
+    def stacks(self) -> list[Stack]:
         """List what there is to step: parameters, as one or several matrices each, with gradient and momentum."""
         found = []
-        for group in (group for group in self.param_groups if group["muon"] and group["momentum"] == share):
+        for group in (group for group in self.param_groups if group["muon"]):
             keep = 1 - group["lr"] * group["weight_decay"]
             for name, parameter in zip(group["names"], group["params"], strict=True):
                 if parameter.grad is None:
@@ -86,7 +83,8 @@ class Muon(torch.optim.Optimizer):
                 count = len(local(parameter)) if parameter.ndim == 3 else 3 if QKV.search(name) else 1
                 rows = parameter.shape[1] if parameter.ndim == 3 else parameter.shape[0] // count
                 rate = group["lr"] * 0.2 * math.sqrt(max(rows, parameter.shape[-1]))
-                found.append((parameter, parameter.grad, self.momentum(parameter), count, keep, rate))
+                buffer = self.momentum(parameter)
+                found.append((parameter, parameter.grad, buffer, count, keep, rate, group["momentum"]))
         return found
 
     def momentum(self, parameter: Tensor) -> Tensor:

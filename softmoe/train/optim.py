@@ -34,9 +34,9 @@ KERNEL = r"(^|\.)(proj|qkv|out|fc1|fc2|router|pre_logits|projection)\.weight$|\.
 LOCKED = (r"^image\.", 0.0)  # the image tower of two
 BESIDE = re.compile(r"^(.*\.mlp)\.(router|experts|mlp)\.")
 MATRIX = re.compile(
-    r"(^|\.)encoder\.blocks\.\d+\.((attention|mlp|mlp\.mlp)\.(qkv|out|fc1|fc2)\.weight|mlp\.experts\.w[12])$"
+    r"(^|\.)encoder\.blocks\.\d+\."
+    r"((attention|mlp|mlp\.mlp)\.(qkv|out|fc1|fc2)\.weight|(?P<expert>mlp\.experts\.w[12]))$"
 )
-EXPERT = re.compile(r"\.mlp\.experts\.w[12]$")
 ADAPTERS = ((r"^head\.|\.mlp\.(router|experts)\.", 1.0), (r"", 0.0))
 Schedule = Callable[[int], float]
 
@@ -124,9 +124,8 @@ def parameter_groups(
 
 def muon_momentum(name: str, config: OptimSection) -> float | None:
     """Return the momentum with which Muon steps a parameter; None if it does not."""
-    if config.name != "muon" or not MATRIX.search(name):
-        return None
-    return config.expert_momentum if EXPERT.search(name) else MOMENTUM
+    match = MATRIX.search(name) if config.name == "muon" else None
+    return None if match is None else config.expert_momentum if match["expert"] else MOMENTUM
 
 
 def is_frozen(name: str, blocks: int) -> bool:

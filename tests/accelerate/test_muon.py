@@ -26,7 +26,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-def optimizer(dtype: torch.dtype = torch.float32, *, gradients: float = 1.0, **more: float) -> Muon:
+def optimizer(dtype: torch.dtype = torch.float32, *, gradients: float = 1.0) -> Muon:
     """Muon with the compiled step for matrices of all shapes, a query, key and value in one, and a bias by AdamW."""
     torch.manual_seed(0)
     weights = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in (*SHAPES, QKV, (7,))]
@@ -34,7 +34,7 @@ def optimizer(dtype: torch.dtype = torch.float32, *, gradients: float = 1.0, **m
         weight.grad = (gradients * torch.randn(weight.shape)).to(dtype)
     names = [*(f"matrix{i}" for i in range(len(SHAPES))), "attention.qkv.weight"]
     groups = [
-        {"params": weights[:-1], "names": names, "muon": True, "weight_decay": 0.1, "lr": 0.03} | more,
+        {"params": weights[:-1], "names": names, "muon": True, "weight_decay": 0.1, "lr": 0.03},
         {"params": weights[-1:], "names": ["bias"], "weight_decay": 0.0, "lr": 0.03},
     ]
     made = Muon(groups, betas=(0.9, 0.99), eps=1e-8)
@@ -45,7 +45,8 @@ def optimizer(dtype: torch.dtype = torch.float32, *, gradients: float = 1.0, **m
 def numbers(of: Muon) -> list[torch.Tensor]:
     """All weights and momenta."""
     weights = [p.detach() for group in of.param_groups for p in group["params"]]
-    return [*weights, *(of.state[p]["momentum_buffer"] for p in of.param_groups[0]["params"])]
+    matrices = [p for group in of.param_groups if group["muon"] for p in group["params"]]
+    return [*weights, *(of.state[p]["momentum_buffer"] for p in matrices)]
 
 
 @needs_compiler
@@ -62,13 +63,19 @@ def test_weights_and_momenta(compiled: list[int], gradients: float) -> None:
 
 
 @needs_compiler
-def test_another_momentum(compiled: list[int]) -> None:
-    """The compiled step takes the momentum of the group."""
-    fast, exact = optimizer(momentum=0.6), optimizer(torch.float64, momentum=0.6)
-    for _ in range(2):
+def test_two_momenta_in_one_pass(compiled: list[int]) -> None:
+    """Each matrix has the momentum of its group."""
+    fast, exact = optimizer(), optimizer(torch.float64)
+    for made in (fast, exact):
+        group = made.param_groups[0]
+        own = {key: group[key][4:] for key in ("params", "names")} | {"momentum": 0.6}
+        made.param_groups.append(group | own)
+        for key in ("params", "names"):
+            group[key] = group[key][:4]
+    for _ in range(3):
         fast.step()
         exact.step()
-    assert compiled == 2 * [16]
+    assert compiled == 3 * [16]
     for one, other in zip(numbers(fast), numbers(exact), strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
 

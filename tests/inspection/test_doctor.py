@@ -77,6 +77,8 @@ def test_slots_with_a_place_may_take_one_token():
     """A strong place is no saturation, and slots that all average the whole image are still told of."""
     strong = set_scale(tiny_model(router="placed", place_init=1e3), 8.0)
     assert wrong(examine_layers(layers_of(strong))) == []
+    apart = set_scale(tiny_model(router="placed", place_init=1e3, combine_place=False), 1e4)
+    assert wrong(examine_layers(layers_of(apart))) == ["saturated combine"]
     weak = set_scale(tiny_model(router="placed", place_init=1e-4), 1e-3)
     assert wrong(examine_layers(layers_of(weak))) == ["uniform dispatch"]
 

@@ -127,6 +127,15 @@ def test_another_configuration_is_refused_with_the_difference(make_config):
     assert train(make_config(steps=2, **free)).step == 2
 
 
+def test_an_option_that_is_said_or_left_out_is_the_same(make_config):
+    """A router's default goes on with a run that was begun without naming it; another value does not."""
+    placed = {"model.router": "placed", "model.num_experts": 2}
+    train(make_config(steps=2, **placed))
+    assert train(make_config(steps=2, **placed, **{"model.combine_place": True})).step == 2
+    with pytest.raises(ValueError, match=r"another configuration:\n  model.combine_place: None -> False\n"):
+        train(make_config(steps=2, **placed, **{"model.combine_place": False}))
+
+
 def test_other_data_are_refused(make_config, tmp_path: Path):
     """The same address with other contents is not the same data."""
     config = make_config(steps=2)

@@ -86,6 +86,9 @@ def test_no_weight_is_dropped(tmp_path):
     with pytest.raises(ValueError, match=r"lacks \(encoder\.blocks\.1\.mlp\.router\.frame\.\w+\): give it the same"):
         start_from(VisionTransformer(plain), tmp_path / "framed")
     old, new = saved_model(tmp_path / "plain", plain).eval(), VisionTransformer(framed).eval()
+    apart = replace(SHAPE, moe=moe_of("placed", 3, blocks=(1,), combine_place=False))
+    with pytest.raises(ValueError, match="another model than this run's: combine_place True and False"):
+        start_from(VisionTransformer(apart), tmp_path / "plain")
     start_from(new, tmp_path / "plain")
     images = torch.randn(2, 3, 16, 16)
     torch.testing.assert_close(new.forward_features(images), old.forward_features(images))

@@ -147,10 +147,10 @@ void update(float* weight, const float* gradient, float* momentum, int64_t rows,
 
 }  // namespace
 
-// Of each of `count` matrices: the addresses of weight, gradient and momentum, its rows and columns, and two factors:
-// 1 - rate * decay, and the rate times Muon's factor for a matrix of its size.
-extern "C" void muon_step(const int64_t* addresses, const int64_t* sizes, const float* factors, int64_t count, float momentum,
-                          float a, float b, float c, int64_t steps, int threads) {
+// Of each of `count` matrices: the addresses of weight, gradient and momentum, its rows and columns, and three factors:
+// 1 - rate * decay, the rate times Muon's factor for a matrix of its size, and the share of the momentum that is kept.
+extern "C" void muon_step(const int64_t* addresses, const int64_t* sizes, const float* factors, int64_t count, float a,
+                          float b, float c, int64_t steps, int threads) {
 #pragma omp parallel num_threads(threads)
     {
         Space space;
@@ -158,7 +158,8 @@ extern "C" void muon_step(const int64_t* addresses, const int64_t* sizes, const 
         for (int64_t i = 0; i < count; i++) {
             float* at[3];
             for (int k = 0; k < 3; k++) at[k] = reinterpret_cast<float*>(addresses[3 * i + k]);
-            const Settings settings = {factors[2 * i], factors[2 * i + 1], momentum, a, b, c, steps};
+            const float* factor = factors + 3 * i;
+            const Settings settings = {factor[0], factor[1], factor[2], a, b, c, steps};
             update(at[0], at[1], at[2], sizes[2 * i], sizes[2 * i + 1], settings, space);
         }
     }
