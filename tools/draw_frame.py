@@ -1,7 +1,7 @@
 """Draw docs/concepts/frame.png: the frame of a trained router, and what its slots take, where a character moves.
 
     softmoe train quickstart --data "characters?size=48&classes=1000&scene=moving" --data.transform.image-size 48 \
-        --model.num-experts 36 --steps 3000 --run-name moving
+        --model.num-experts 36 --model.combine-place True --steps 3000 --run-name moving
     python tools/draw_frame.py runs/moving
 """
 

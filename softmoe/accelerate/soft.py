@@ -3,7 +3,8 @@
 Letters: B images, M tokens, D width, N experts, P slots per expert, S = N*P slots.
 
 For the backward pass the plain router keeps both weights (B, M, S), copies of them in the type of the products, and the
-normalized tokens. Here only the logits and the tokens as they came are kept. That costs two more softmaxes, so it is an
+normalized tokens. Here only the logits (those of dispatch and of combine, where a router has places for dispatch alone)
+and the tokens as they came are kept. That costs two more softmaxes, so it is an
 option: `keep_logits_only(model)`, or `--keep-logits-only` of a run.
 """
 

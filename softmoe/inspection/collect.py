@@ -7,8 +7,9 @@ logits, with the parts that depend on the token or on the slot alone taken out:
 
     dispatch = softmax over tokens of (token + rest)      combine = softmax over slots of (slot + rest)
 
-So one table `rest` of M x S bytes serves both. Bytes are even steps of the logits; a weight is off by at most half
-a step, relatively. Assignments of sparse routers are kept as even steps of the weights themselves.
+So one table `rest` of M x S bytes serves both, unless places count in dispatch alone: then each has its own. Bytes are
+even steps of the logits; a weight is off by at most half a step, relatively. Assignments of sparse routers are kept as
+even steps of the weights themselves.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

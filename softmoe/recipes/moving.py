@@ -1,6 +1,7 @@
 """The model of `quickstart` on characters that stand anywhere in the picture, in any size: where only content can tell.
 
     softmoe train moving
+    softmoe train moving --model.combine-place True                                 places that count in combine too
     softmoe train moving --model.frame False                                        places in the picture itself
     softmoe train moving --model.num-experts 1 --model.slots-per-expert 16          one expert, the same slots
     softmoe train moving --model.router identity                                    an expert for each place, no mixing
@@ -10,11 +11,12 @@
 Experts stand in the last two of three blocks. An expert for each place of the picture sees another part of each
 character here; in the frame that the router finds in each picture (docs/concepts/places.md) it sees the same part.
 
-Time: 10.1 ms a step of one core of an AMD EPYC (AVX-512), 30 s for all; Identity 9.6, the dense twin 7.5.
-Measured: top-1 83.0 %, 10-shot on 100 other classes 82.3 %; four experts 76.1 and 75.5 %, one 56.7 and 62.7 %; Identity
+Time: 11.8 ms a step of one core of an AMD EPYC (AVX-512), 35 s for all; Identity 10.9, the dense twin 8.3.
+Measured: top-1 86.0 %, 10-shot on 100 other classes 86.5 %; four experts 78.8 and 79.4 %, one 60.9 and 65.9 %; Identity
 74.4 and 72.9 %; dense with 1.2 times the FLOPs at the best of three rates 63.0 and 66.0 % (2026-11-18, mean of three
-seeds). Above Identity by 8.7 ± 7.1 points, 10-shot 9.4 ± 6.4, in equal time (3,150 steps of Identity, six other seeds)
-by 5.3 ± 2.3 and 5.6 ± 4.1. Dense gains most from longer training.
+seeds). Above Identity by 11.6 ± 3.4 points, 10-shot 13.5 ± 5.6, in equal time (3,220 steps of Identity, six other
+seeds) by 7.7 ± 2.8 and 9.0 ± 3.2. Places that count in combine too have 83.0 and 82.3 %. Dense gains most from longer
+training.
 """
 
 from dataclasses import replace

@@ -48,8 +48,8 @@ class OptimSection:
     momentum: float = 0.9
     """The momentum of SGD."""
     expert_momentum: float = 0.95
-    """Muon's momentum for the matrices of experts; that of all others is 0.95. With less, experts learn fewer images by
-    heart."""
+    """Muon's momentum for the matrices of experts; that of all others is 0.95. A lower value keeps experts from
+    memorizing images that are seen often."""
     head_decay: float = 0.03
     """Weight decay of the head's matrix (the paper: 3.0 on JFT-4B)."""
     kernel_decay: float = 0.03
