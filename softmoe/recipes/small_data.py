@@ -21,7 +21,7 @@ Experts have a momentum of their own in Muon (optim.expert_momentum): with 0.8 f
 
 Time: 114 ms a step on one core of an AMD EPYC (AVX-512), 10 minutes for all; one expert 101, the dense twin 97 ms.
 Measured: Tiny-ImageNet, 100 classes, top-1 and 10-shot on 100 others, in equal time: 41.6 and 20.7 %, one expert with
-the same slots and MLPs 40.7 and 20.7 %, dense 40.4 and 20.7 % (2026-11-18, mean of three seeds): +1.5 ± 3.3 points over
+the same slots and MLPs 40.7 and 20.7 %, dense 40.6 and 20.0 % (2026-11-18, mean of three seeds): +1.0 ± 2.2 points over
 dense, +0.9 ± 1.2 over one expert. In 15,600 steps with decay 0.2: 49.2 and 23.0 %, dense 48.0 and 23.9 % (seed 0). With
 100 images of each class, 3,000 steps: 33.5 and 32.6 %, dense 31.6 to 32.1 % (seeds 0 and 1). With AdamW and experts in
 the place of MLPs: 37.8 and 17.3 % in 15,600 steps (20 epochs), one expert 34.9 and 16.8 % (+2.9 ± 2.1 points in top-1),
