@@ -24,6 +24,7 @@ def router_health(router: Router, routing: Routing) -> dict[str, Tensor]:
     numbers: dict[str, Tensor] = {}
     if isinstance(router, PlacedRouter):
         numbers["place_width"] = whole(router.place.log_width.detach()).float().exp().mean()
+        numbers["combine_place"] = torch.full_like(numbers["place_width"], router.combine_place)
     if isinstance(routing, DenseRouting):
         numbers["max_dispatch"] = routing.dispatch_weights.amax(1).mean()
         numbers["max_combine"] = routing.combine_weights.flatten(2).amax(2).mean()
@@ -80,7 +81,8 @@ class HealthWatch:
 def symptoms(numbers: Mapping[str, float]) -> dict[str, str]:
     """Return the numbers of a layer that are too large, each with what to tell the user.
 
-    A slot with a place may well take one token, and a token one slot: that is no symptom there.
+    A slot with a place may well take one token, which is no symptom; nor is a token with one slot, if places count in
+    combine too.
     """
     scale = f" (scale {numbers['scale']:.3g})" if "scale" in numbers else ""
     cure = "lower the learning rate or decay the scale"
@@ -94,9 +96,9 @@ def symptoms(numbers: Mapping[str, float]) -> dict[str, str]:
         "drop_rate": (DROPPED, "{:.0%} of the tokens reach no expert; raise capacity_factor or the balance losses"),
         "idle_experts": (IDLE, "{:.0%} of the experts get no token; raise importance_weight and load_weight"),
     }
-    harmless = ("max_dispatch", "max_combine") if "place_width" in numbers else ()
+    harmless = {"max_dispatch": "place_width" in numbers, "max_combine": numbers.get("combine_place", 0.0) > 0.0}
     return {
         name: message.format(numbers[name])
         for name, (limit, message) in limits.items()
-        if numbers.get(name, 0.0) > limit and name not in harmless
+        if numbers.get(name, 0.0) > limit and not harmless.get(name, False)
     }

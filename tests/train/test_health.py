@@ -80,3 +80,12 @@ def test_slots_on_one_token_each_are_healthy_where_they_have_a_place():
     assert numbers["max_dispatch"] > SATURATED
     assert numbers["place_width"] == pytest.approx(1 / 40)
     assert HealthWatch().warnings({"layer": numbers}) == []
+
+
+@pytest.mark.parametrize("combine_place", [True, False])
+def test_one_slot_for_each_token_is_healthy_only_if_places_count_in_combine(combine_place: bool):
+    """Content alone that sends each token to one slot is saturated, whatever the places of slots say of dispatch."""
+    router = PlacedRouter(8, 16, combine_place=combine_place)
+    numbers = numbers_of(router, router(torch.randn(2, 16, 8), None, (4, 4))) | {"max_combine": 0.99}
+    warnings = HealthWatch().warnings({"layer": numbers})
+    assert [("combine is saturated" in text) for text in warnings] == ([] if combine_place else [True])
