@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
-LARGE = 1 << 22
+LARGE = 1 << 16
 """Bytes; for smaller tensors the call itself takes most of the time."""
 LANES = 16
 """Numbers in the widest vector that the compiled loops use."""

@@ -22,6 +22,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes that oneDNN gets from now on, on any processor; small tensors are worth it too."""
     calls: list[tuple[int, ...]] = []
     monkeypatch.setattr(guards, "LARGE", 0)
+    monkeypatch.setattr(module, "LARGE", 0)
     monkeypatch.setattr(module, "use_onednn", lambda: True)
     plain = module._onednn
     monkeypatch.setattr(module, "_onednn", lambda x, *args: (calls.append(tuple(x.shape)), plain(x, *args))[1])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import softmoe
 from softmoe import accelerate
-from softmoe.accelerate import buffers, experts, guards
+from softmoe.accelerate import buffers, experts, guards, linear
 from softmoe.accelerate.techniques import technique_names
 from softmoe.models import MoEConfig, VisionTransformer, ViTConfig
 
@@ -25,6 +25,7 @@ needs_all = pytest.mark.skipif(not experts.KERNEL.available, reason=f"not compil
 def _small_tensors_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guards, "LARGE", 0)
     monkeypatch.setattr(experts, "LARGE", 0)
+    monkeypatch.setattr(linear, "LARGE", 0)
 
 
 def small() -> VisionTransformer:
