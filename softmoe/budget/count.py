@@ -93,15 +93,19 @@ def elementwise(config: ViTConfig, terms: Terms, *, one_hot: bool = False) -> in
     if c.merge:  # a norm and a softmax
         total += t.pool * 8 * patches(c) * D + t.pairs * patches(c) * c.merge[1]
     if moe:
-        total += moe.layers * router_flops(c, moe, t.routers[moe.router], one_hot)
+        terms_of = t.routers[moe.router]
+        total += moe.routing * router_flops(c, moe, terms_of, one_hot) + moe.layers * expert_flops(c, moe, terms_of)
     return round(total)
 
 
 def router_flops(config: ViTConfig, moe: Routed, terms: RouterTerms, one_hot: bool) -> Fraction:
-    M, D, H = config.tokens, config.width, moe.hidden
+    M, D = config.tokens, config.width
     logits = M * (moe.experts if moe.router in SPARSE else moe.slots)
-    flops = terms.tokens * M * D + terms.logits * logits + moe.rows * (terms.hidden * H + terms.rows * D)
-    return flops + (terms.mask * moe.mask if one_hot else 0)
+    return Fraction(terms.tokens * M * D + terms.logits * logits) + (terms.mask * moe.mask if one_hot else 0)
+
+
+def expert_flops(config: ViTConfig, moe: Routed, terms: RouterTerms) -> Fraction:
+    return moe.rows * (terms.hidden * moe.hidden + terms.rows * config.width)
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ def block_bytes(config: ViTConfig, batch_size: int, item: int) -> list[tuple[int
     for index, tokens in enumerate(c.tokens_by_block[:-1]):
         kept = attention_bytes(c, batch_size, tokens, item)
         if index in c.moe_blocks:
-            kept += moe_bytes(c, batch_size, item)
+            kept += moe_bytes(c, batch_size, item, on_slots=c.last_map is not None and index > c.last_map)
         if widths[index]:
             kept += mlp_bytes(c, widths[index], batch_size * tokens, item)
         if c.merge and c.merge[0] == index:
@@ -188,7 +188,7 @@ def merger_bytes(config: ViTConfig, batch_size: int, item: int) -> int:
     return batch_size * patches(config) * (2 * config.width + config.merge[1] + 2) * item
 
 
-def moe_bytes(config: ViTConfig, batch_size: int, item: int) -> int:
+def moe_bytes(config: ViTConfig, batch_size: int, item: int, on_slots: bool = False) -> int:
     """Return the bytes of an MoE layer: routing weights or indices, the experts' rows in and out, and their insides."""
     moe, M, D = routed(config), config.tokens, config.width
     assert moe is not None
@@ -208,6 +208,8 @@ def moe_bytes(config: ViTConfig, batch_size: int, item: int) -> int:
         if moe.router in LEARNED:  # normalized tokens and slot parameters
             routing += (T + 2 * moe.slots) * D * ROUTING_BYTES
         rows = 2 * R * D
+    if on_slots:  # what the experts get is a copy of the normalized slots, and nothing is routed
+        routing, rows = 0, R * D
     dropout = config.dropout if config.moe.expert_dropout is None else config.moe.expert_dropout
     masks = R * (H + D) if dropout else 0
     return routing + (rows + 2 * R * H + masks) * item

@@ -33,6 +33,7 @@ class Routed:
     """The numbers of an MoE layer. `rows` and `mask` are per image, so they may be fractions if groups span images.
 
     layers       how many MoE layers the model has
+    routing      how many of them route: where slots stay, the first one alone
     rows         S: rows that go through the experts
     slots        N * P, for routers with slot parameters
     capacity     rows per expert and group (sparse routers)
@@ -43,6 +44,7 @@ class Routed:
 
     router: str
     layers: int
+    routing: int
     experts: int
     rows: Fraction
     slots: int = 0
@@ -74,17 +76,17 @@ def routed(config: ViTConfig) -> Routed | None:
     if moe is None or not layers:
         return None
     M, N = config.tokens, moe.num_experts
-    name = counted_as(moe.router)
+    name, routing = counted_as(moe.router), 1 if moe.slots_stay else layers
     of_layer: dict[str, Any] = {"hidden": moe.hidden_dim(config.mlp_dim), "kept": moe.kept_width(config.mlp_dim)}
     if isinstance(moe.router, SparseConfig):
         group = moe.router.group_size or M
         capacity = sparse_capacity(moe, group)
         rows, mask = Fraction(N * capacity * M, group), Fraction(M * N * capacity)
-        return Routed(name, layers, N, rows, capacity=capacity, mask=mask, **of_layer)
+        return Routed(name, layers, routing, N, rows, capacity=capacity, mask=mask, **of_layer)
     if name == "identity":
-        return Routed(name, layers, N, Fraction(N * -(-M // N)), **of_layer)
+        return Routed(name, layers, routing, N, Fraction(N * -(-M // N)), **of_layer)
     slots = N * vars(moe.router)["slots_per_expert"]
-    return Routed(name, layers, N, Fraction(slots), slots=slots, **of_layer)
+    return Routed(name, layers, routing, N, Fraction(slots), slots=slots, **of_layer)
 
 
 def mlp_widths(config: ViTConfig) -> list[int]:
@@ -141,7 +143,7 @@ def parts(config: ViTConfig, *, one_hot: bool = False) -> dict[str, Part]:
     mlps = Part(sum(mlp_params(D, H) for H in widths if H), token_widths(c) * 2 * D)
     routing, experts = Part(0, 0), Part(0, 0)
     if moe and c.moe:
-        routing = Part(moe.layers * router_params(c.moe.router, D), round(moe.layers * router_macs(c, one_hot)))
+        routing = Part(moe.routing * router_params(c.moe.router, D), round(moe.routing * router_macs(c, one_hot)))
         one_expert = mlp_params(D, moe.hidden)
         experts = Part(moe.layers * moe.experts * one_expert, round(moe.layers * 2 * moe.rows * D * moe.hidden))
     return {
@@ -197,7 +199,10 @@ def router_params(router: RouterConfig, width: int) -> int:
 
 
 def router_macs(config: ViTConfig, one_hot: bool) -> Fraction:
-    """Count logits, dispatch and combine of one layer. Moving rows by index multiplies nothing."""
+    """Count logits, dispatch and combine of one layer that routes. Moving rows by index multiplies nothing.
+
+    Where slots stay there is no combine, and dispatch mixes both the tokens and the normalized ones.
+    """
     M, D, moe = config.tokens, config.width, routed(config)
     assert moe is not None
     if moe.router in SPARSE:
@@ -239,7 +244,7 @@ def factors(config: ViTConfig, one_hot: bool) -> Iterator[Factor]:
             mlp = f"{at}mlp.mlp." if routes else f"{at}mlp."
             yield from (*product(mlp + "fc1.", M * D * width), *product(mlp + "fc2.", M * D * width))
         if moe and routes:
-            yield from moe_factors(c, moe, f"{at}mlp.", one_hot)
+            yield from moe_factors(c, moe, f"{at}mlp.", one_hot, on_slots=c.last_map is not None and block > c.last_map)
         yield at + "scale2", 0
         if c.merge and block == c.merge[0]:
             mixed = patches(c) * c.merge[1] * D
@@ -263,13 +268,19 @@ def attention_factors(at: str, into: int, mixed: int, out: int) -> Iterator[Fact
     yield from ((None, 2 * mixed), *product(at + "out.", out))
 
 
-def moe_factors(config: ViTConfig, moe: Routed, at: str, one_hot: bool) -> Iterator[Factor]:
+def moe_factors(config: ViTConfig, moe: Routed, at: str, one_hot: bool, on_slots: bool) -> Iterator[Factor]:
     M, D = config.tokens, config.width
     mixed = M * moe.slots * D if moe.router in MIXING else moe.mask * D if one_hot else 0
     logits = M * D * (moe.experts if moe.router in SPARSE else moe.slots if moe.router in LEARNED else 0)
     inside = moe.rows * D * moe.hidden
     experts = ((None, inside), (at + "experts.w1", inside), (at + "experts.b1", 0))
     experts += ((None, inside), (at + "experts.w2", inside), (at + "experts.b2", 0))
+    if on_slots:
+        yield from experts
+        return
+    if config.last_map is not None:  # both the tokens and the normalized ones are dispatched, nothing is combined
+        yield from ((None, logits + 2 * mixed), (at + "router.", logits), (None, 2 * mixed), *experts)
+        return
     yield None, logits + mixed  # the tokens, which are compared and dispatched
     if moe.router in ("soft", "soft_uniform"):
         yield from ((at + "router.", logits), (None, mixed), *experts)  # None: the weights of dispatch

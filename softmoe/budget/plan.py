@@ -203,7 +203,7 @@ class Plan:
             return dense
         experts = moe.experts * mlp_params(D, moe.hidden)
         mine = 0 if self.layout.world == self.layout.expert else experts // self.layout.expert
-        router = price(self.config).parts["routing"].params // moe.layers
+        router = price(self.config).parts["routing"].params // moe.routing
         kept = mlp_params(D, moe.kept) if moe.kept else 0
         return max(attention + kept + router + mine, dense if moe.layers < self.config.depth else 0)
 

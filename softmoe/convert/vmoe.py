@@ -30,7 +30,7 @@ from softmoe.models import VisionTransformer
 from softmoe.models.embed import LearnedPositions
 from softmoe.models.heads import AttentionPool
 from softmoe.models.transformer import MLP, Attention, Block
-from softmoe.moe import Experts, ExpertsBeside, MoE, PlacedRouter, SoftRouter
+from softmoe.moe import Experts, ExpertsBeside, MoE, PlacedRouter, SoftRouter, ToSlots
 from softmoe.moe.sparse import SparseRouter
 from softmoe.storage.files import first_line
 
@@ -174,10 +174,10 @@ def reference_views(module: nn.Module, read: Read) -> Views:
 
 def vit_views(model: VisionTransformer, read: Read) -> Views:
     c, conv = model.config, model.embed.proj
-    if c.registers or c.layer_scale or c.pre_norm or c.pool_norm or c.merge or c.head_blocks:
+    if c.registers or c.layer_scale or c.pre_norm or c.pool_norm or c.last_map is not None or c.head_blocks:
         raise ValueError(
-            "the paper's code has no registers, layer scales, merged tokens, norms before the blocks or after pooling, "
-            "and no head on several blocks"
+            "the paper's code has no registers, layer scales, merged tokens, slots that stay, norms before the blocks "
+            "or after pooling, and no head on several blocks"
         )
     assert conv.bias is not None
     views = {"embedding/kernel": read(conv.weight).permute(2, 3, 1, 0), "embedding/bias": read(conv.bias)}
@@ -235,6 +235,8 @@ def attention_views(attention: Attention, read: Read) -> Views:
 
 def moe_views(layer: MoE, read: Read) -> Views:
     experts, router = layer.experts, layer.router
+    if isinstance(layer, ToSlots):
+        raise ValueError("the paper's code has no layer whose slots go on, so these weights cannot be written for it")
     if isinstance(layer, ExpertsBeside):
         raise ValueError("the paper's code has no experts beside an MLP, so these weights cannot be written for it")
     if not isinstance(experts, Experts):

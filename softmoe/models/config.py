@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from softmoe.moe.config import ROUTERS, RouterConfig, make_plain
+from softmoe.moe.config import ROUTERS, RouterConfig, SoftConfig, make_plain
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,9 +36,15 @@ class MoEConfig:
     """Keep the block's MLP and add the experts' output to it, instead of replacing it."""
     kept_dim: int | None = None
     """Hidden width of the MLP that is kept; None is that of the model's MLPs."""
+    slots_stay: bool = False
+    """After the first block with experts its slots go on as the tokens, each with its expert in all later blocks."""
 
     def __post_init__(self) -> None:
         make_plain(self)
+        if self.slots_stay and self.keep_mlp:
+            raise ValueError("keep_mlp is for tokens, and with slots_stay there are slots alone: leave out one of them")
+        if self.slots_stay and not can_stay(self.router):
+            raise ValueError(f"slots_stay needs a learned dispatch, as soft and placed have: not {self.router.name!r}")
         if self.kept_dim is not None and not self.keep_mlp:
             raise ValueError(f"kept_dim is the width of an MLP beside the experts, got {self.kept_dim}: set keep_mlp")
 
@@ -68,10 +74,20 @@ class MoEConfig:
         return self.router.num_experts
 
     def make_layer(
-        self, dim: int, mlp_dim: int, dropout: float, activation: str = "gelu_tanh", *, kept: "nn.Module | None" = None
+        self,
+        dim: int,
+        mlp_dim: int,
+        dropout: float,
+        activation: str = "gelu_tanh",
+        *,
+        kept: "nn.Module | None" = None,
+        on_slots: bool = False,
     ) -> "MoE":
-        """Build one MoE layer. With `keep_mlp`, `kept` is the MLP that the experts are added to."""
-        from softmoe.moe import Experts, ExpertsBeside, MoE
+        """Build one MoE layer. With `keep_mlp`, `kept` is the MLP that the experts are added to.
+
+        `on_slots` is for the layers behind the one in which tokens become slots that stay.
+        """
+        from softmoe.moe import Experts, ExpertsBeside, MoE, SlotsRouter, ToSlots
 
         assert (kept is not None) == self.keep_mlp
         if self.expert_dropout is not None:
@@ -84,8 +100,12 @@ class MoEConfig:
             identical_init=self.identical_init,
             activation=activation,
         )
+        if on_slots:
+            return MoE(SlotsRouter(dim, self.num_experts, vars(self.router)["slots_per_expert"]), experts)
         router = self.router.build(dim)
-        return MoE(router, experts) if kept is None else ExpertsBeside(kept, router, experts)
+        if kept is not None:
+            return ExpertsBeside(kept, router, experts)
+        return ToSlots(router, experts) if self.slots_stay else MoE(router, experts)
 
     def hidden_dim(self, mlp_dim: int) -> int:
         """Return the hidden width of the experts of a model whose MLPs have this one."""
@@ -101,6 +121,11 @@ class MoEConfig:
         outside = [index for index in blocks if not 0 <= index < depth]
         if outside or len(set(blocks)) != len(blocks):
             raise ValueError(f"MoE blocks must be different indices from 0 to {depth - 1}, got {list(blocks)}")
+        if self.slots_stay and sorted(blocks) != list(range(min(blocks, default=0), depth)):
+            raise ValueError(
+                f"with slots_stay all blocks from the first with experts on have them, up to {depth - 1}, "
+                f"got {list(blocks)}"
+            )
         return blocks
 
     def to_dict(self) -> dict[str, Any]:
@@ -111,6 +136,11 @@ class MoEConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "MoEConfig":
         return cls.of(**without_unused_options(values))
+
+
+def can_stay(router: RouterConfig) -> bool:
+    """Tell if the slots of this router may go on as tokens: learned averages, each of its own."""
+    return isinstance(router, SoftConfig) and router.name not in ("soft_uniform", "uniform_soft")
 
 
 LAYER_OPTIONS = tuple(f.name for f in fields(MoEConfig) if f.name != "router")
@@ -217,10 +247,21 @@ class ViTConfig:
     @property
     def tokens_by_block(self) -> tuple[int, ...]:
         """The number of tokens that enter each block, and, last, of those that leave the last one."""
-        if self.merge is None:
+        if self.last_map is None:
             return (self.tokens,) * (self.depth + 1)
-        block, merged = self.merge
-        return (self.tokens,) * (block + 1) + (self.prefix + merged,) * (self.depth - block)
+        if self.merge is not None:
+            fewer = self.prefix + self.merge[1]
+        else:
+            assert self.moe is not None
+            fewer = self.moe.num_experts * vars(self.moe.router)["slots_per_expert"]
+        return (self.tokens,) * (self.last_map + 1) + (fewer,) * (self.depth - self.last_map)
+
+    @property
+    def last_map(self) -> int | None:
+        """The block after which tokens are no longer those of the image's cells; None if they always are."""
+        if self.merge is not None:
+            return self.merge[0]
+        return min(self.moe_blocks) if self.moe and self.moe.slots_stay and self.moe_blocks else None
 
     @property
     def prefix(self) -> int:
@@ -317,7 +358,7 @@ def tower_dict(tower: ViTConfig | TextConfig) -> dict[str, Any]:
 
 _FUNCTION = ("patch_size", "width", "depth", "mlp_dim", "heads", "pool", "positions", "qk_norm", "activation")
 _PARTS = ("representation_size", "registers", "layer_scale", "pre_norm", "pool_norm", "norm_eps")
-_ROUTING = ("router", "num_experts", "slots_per_expert", "normalize", "combine_place")
+_ROUTING = ("router", "num_experts", "slots_per_expert", "normalize", "combine_place", "slots_stay")
 
 
 def check_same_function(old: ViTConfig, new: ViTConfig, name: str) -> None:

@@ -136,8 +136,9 @@ class TimmInterface(nn.Module):
             raise ValueError(f"output_fmt must be NCHW or NLC, got {output_fmt!r}")
         depth = len(self.encoder.blocks)
         taken = self.block_numbers(indices, depth)
-        if output_fmt == "NCHW" and self.config.merge is not None and max(taken) >= self.config.merge[0]:
-            raise ValueError(f"tokens are merged after block {self.config.merge[0]}: from there on there are no maps")
+        last_map = self.config.last_map
+        if output_fmt == "NCHW" and last_map is not None and max(taken) >= last_map:
+            raise ValueError(f"tokens are merged after block {last_map}: from there on there are no maps")
         x_BMD, grid = self.embed_images(x)
         prefix = x_BMD.shape[1] - grid[0] * grid[1]
         stop = max(taken) + 1 if stop_early else depth

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from softmoe.moe import MoE
+from softmoe.moe import MoE, ToSlots
 from softmoe.moe.experts import make_gelu, normal_, xavier_uniform_
 
 NORM_EPS = 1e-6
@@ -177,7 +177,10 @@ class Block(nn.Module):
     def forward(self, x_BMD: Tensor, mask: Tensor | None = None, grid: tuple[int, int] | None = None) -> Tensor:
         x_BMD = self.attend(x_BMD, mask)
         normed_BMD = self.norm2(x_BMD)
-        mixed_BMD = self.mlp(normed_BMD, mask, grid) if isinstance(self.mlp, MoE) else self.mlp(normed_BMD)
+        if isinstance(self.mlp, ToSlots):
+            x_BMD, mixed_BMD = self.mlp(normed_BMD, mask, grid, residual=x_BMD)
+        else:
+            mixed_BMD = self.mlp(normed_BMD, mask, grid) if isinstance(self.mlp, MoE) else self.mlp(normed_BMD)
         x_BMD = x_BMD + self.drop_path(mixed_BMD if self.scale2 is None else self.scale2 * mixed_BMD)
         return x_BMD if self.merger is None else self.merger(x_BMD)
 
@@ -253,6 +256,8 @@ class Encoder(nn.Module):
                 x_BMD = checkpoint(block, x_BMD, mask, grid, use_reentrant=False)
             else:
                 x_BMD = block(x_BMD, mask, grid)
+            if isinstance(block.mlp, ToSlots):
+                mask = grid = None  # slots are all real, and have no cells
             if index in taken:
                 outputs.append(x_BMD)
         return x_BMD, outputs

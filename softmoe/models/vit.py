@@ -104,6 +104,8 @@ class VisionTransformer(TimmInterface, HubInterface):
 def make_encoder(config: ViTConfig | TextConfig) -> Encoder:
     """Build the blocks of a tower, with an MoE in the blocks that the config names."""
     c = config
+    if c.moe and c.moe.slots_stay and not isinstance(c, ViTConfig):
+        raise ValueError("slots_stay is for images: the tokens of a text have an order and an end, slots have none")
 
     def make_mlp(hidden: int) -> MLP:
         return MLP(c.width, hidden, dropout=c.dropout, activation=c.activation)
@@ -111,7 +113,8 @@ def make_encoder(config: ViTConfig | TextConfig) -> Encoder:
     def make_layer(index: int) -> nn.Module:
         if c.moe and index in c.moe_blocks:
             kept = make_mlp(c.moe.kept_width(c.mlp_dim)) if c.moe.keep_mlp else None
-            return c.moe.make_layer(c.width, c.mlp_dim, c.dropout, c.activation, kept=kept)
+            on_slots = c.moe.slots_stay and index > min(c.moe_blocks)
+            return c.moe.make_layer(c.width, c.mlp_dim, c.dropout, c.activation, kept=kept, on_slots=on_slots)
         return make_mlp(c.mlp_dim)
 
     options: dict[str, Any] = {"qk_norm": c.qk_norm, "dropout": c.dropout, "attention_dropout": c.attention_dropout}
@@ -145,6 +148,8 @@ def check_vit(config: ViTConfig) -> None:
         raise ValueError(f"num_classes must be at least 1, or None for no head, got {config.num_classes}")
     if config.merge is not None:
         check_merge(config, *config.merge)
+    if config.moe and config.moe.slots_stay and config.prefix:
+        raise ValueError("with slots_stay nothing but slots goes on: take pool mean or attention, and no registers")
     if list(config.head_blocks) != sorted({block for block in config.head_blocks if 0 <= block < config.depth}):
         raise ValueError(
             f"head_blocks are blocks from 0 to {config.depth - 1} in rising order, got {list(config.head_blocks)}"

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from softmoe.moe.layer import ExpertsBeside, MoE, SoftMoE
     from softmoe.moe.placed import PlacedRouter
     from softmoe.moe.routing import Router, Routing, SparseRouting
+    from softmoe.moe.slots import SlotsRouter, SlotsRouting, ToSlots
     from softmoe.moe.soft import DenseRouting, SoftRouter
     from softmoe.moe.sparse import ExpertsChoiceRouter, TokensChoiceRouter
 
@@ -46,6 +47,7 @@ _HOMES = {
     "layer": ("ExpertsBeside", "MoE", "SoftMoE"),
     "placed": ("PlacedRouter",),
     "routing": ("Router", "Routing", "SparseRouting"),
+    "slots": ("SlotsRouter", "SlotsRouting", "ToSlots"),
     "soft": ("DenseRouting", "SoftRouter"),
     "sparse": ("ExpertsChoiceRouter", "TokensChoiceRouter"),
 }
@@ -64,6 +66,8 @@ __all__ = [
     "Router",
     "RouterConfig",
     "Routing",
+    "SlotsRouter",
+    "SlotsRouting",
     "SoftConfig",
     "SoftMoE",
     "SoftRouter",
@@ -71,6 +75,7 @@ __all__ = [
     "SoftUniformRouter",
     "SparseConfig",
     "SparseRouting",
+    "ToSlots",
     "TokensChoiceConfig",
     "TokensChoiceRouter",
     "UniformConfig",

@@ -6,7 +6,7 @@ Letters: B images, M tokens, D width, N experts, S rows per expert.
 from torch import Tensor, nn
 
 from softmoe.moe.experts import Experts
-from softmoe.moe.routing import Router, check_tokens
+from softmoe.moe.routing import Router, Routing, check_tokens
 from softmoe.moe.soft import SoftRouter
 
 
@@ -28,10 +28,13 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None, grid: tuple[int, int] | None = None) -> Tensor:
         real_BMD = x if mask is None else zero_masked(x, mask, self.router.dim)
-        routing = self.router(real_BMD, mask, grid) if self.router.takes_grid else self.router(real_BMD, mask)
+        routing = self.route(real_BMD, mask, grid)
         slots_NSD = routing.dispatch(real_BMD)
         outputs_NSD = self.experts(slots_NSD)
         return routing.combine(outputs_NSD)
+
+    def route(self, x_BMD: Tensor, mask: Tensor | None, grid: tuple[int, int] | None) -> Routing:
+        return self.router(x_BMD, mask, grid) if self.router.takes_grid else self.router(x_BMD, mask)
 
 
 def zero_masked(x_BMD: Tensor, mask: Tensor, dim: int) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from softmoe.moe.routing import Router, Routing
+from softmoe.moe.slots import SlotsRouter
 
 
 class Recording:
@@ -71,8 +72,9 @@ def record(model: nn.Module) -> Iterator[Recording]:
 
 
 def routers_by_layer(model: nn.Module) -> dict[str, Router]:
-    """Return the router of each MoE layer, by the layer's name: the path of the router without its last word."""
-    return {layer_name(path): module for path, module in model.named_modules() if isinstance(module, Router)}
+    """Return the router of each MoE layer that routes, by the layer's name: the router's path without its last word."""
+    routers = {path: module for path, module in model.named_modules() if isinstance(module, Router)}
+    return {layer_name(path): router for path, router in routers.items() if not isinstance(router, SlotsRouter)}
 
 
 def layer_name(path: str) -> str:

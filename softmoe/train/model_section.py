@@ -77,6 +77,9 @@ class ModelSection:
     """Experts stand beside the block's MLP, whose output they add to, and not in its place."""
     kept_dim: int | None = None
     """Hidden width of the MLP beside the experts; None is that of the MLPs."""
+    slots_stay: bool | None = None
+    """After the first block with experts its slots go on as the tokens, each with its expert in all later blocks:
+    less work where slots are fewer than tokens."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the router, by the names of its config's fields. Stored files and the command line have them beside
     the other settings of the model: model.top_k."""

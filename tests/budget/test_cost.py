@@ -57,6 +57,8 @@ def configs(draw: st.DrawFn, routers: tuple[str | None, ...] = (None, *ROUTERS))
         expert_dim=draw(st.sampled_from([None, 2])),
         **draw(st.sampled_from([{}, {"keep_mlp": True}, {"keep_mlp": True, "kept_dim": 3}])),
     )
+    if router in ("soft", "placed") and config.pool != "class" and not moe.keep_mlp and moe.blocks not in ((0,), ()):
+        moe = replace(moe, slots_stay=draw(st.booleans()))
     return replace(config, moe=moe)
 
 

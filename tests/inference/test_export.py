@@ -34,11 +34,12 @@ def model(tmp_path):
     return tmp_path / "model", made
 
 
-@pytest.mark.parametrize("name", ["soft_ti8_4e2p", "framed", "tokens_choice_ti8_4e", "vit_ti8", "beside"])
+@pytest.mark.parametrize("name", ["soft_ti8_4e2p", "framed", "stay", "tokens_choice_ti8_4e", "vit_ti8", "beside"])
 def test_torch_export(name, tmp_path):
     """Soft, placed, dense, sparse, and experts beside the MLP: the file gives the model's outputs at any batch size."""
     special = {
         "beside": lambda: tiny("soft_ti8_4e", expert_dim=3, keep_mlp=True),
+        "stay": lambda: tiny("placed_ti8_4e2p", slots_stay=True),
         "framed": lambda: tiny("placed_ti8_4e2p", frame=True, combine_place=False),
     }
     model = special.get(name, lambda: tiny(name))()

@@ -37,6 +37,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "placed": lambda: with_experts("placed", frame=True),
     "tokens choice": lambda: with_experts("tokens_choice"),
     "beside an MLP": lambda: with_experts("soft", keep_mlp=True, expert_dim=16),
+    "slots that stay": lambda: with_experts("placed", slots_stay=True),
     "two towers": towers,
 }
 ORDERS: dict[str, Callable[[nn.Module], Iterable[nn.Module]]] = {

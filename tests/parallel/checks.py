@@ -40,6 +40,7 @@ BATCH, CLASSES, STEPS = 8, 5, 3
 ROUTERS: dict[str, dict[str, Any]] = {
     "soft": {"slots_per_expert": 3},
     "placed": {"slots_per_expert": 3, "frame": True, "combine_place": False},
+    "slots stay": {"router": "placed", "slots_per_expert": 3, "slots_stay": True},
     "tokens_choice": {"top_k": 2, "gshard_weight": 0.01, "capacity_factor": 0.8, "noise_std": 0.0},
     "experts_choice": {"capacity_factor": 1.5, "noise_std": 0.0},
     "identity": {},
@@ -60,8 +61,8 @@ class Outcome:
 
 def make_model(router: str, *, num_experts: int = 4, seed: int = 0, **more: Any) -> VisionTransformer:
     torch.manual_seed(seed)
-    options: dict[str, Any] = {"blocks": (0, 1), "num_experts": num_experts} | ROUTERS[router] | more
-    moe = None if router == "dense" else MoEConfig.of(router, **options)
+    options: dict[str, Any] = {"router": router, "blocks": (0, 1), "num_experts": num_experts} | ROUTERS[router] | more
+    moe = None if router == "dense" else MoEConfig.of(**options)
     config = ViTConfig(image_size=8, patch_size=2, width=8, depth=2, mlp_dim=12, heads=2, num_classes=CLASSES, moe=moe)
     model = VisionTransformer(config).double()
     with torch.no_grad():

@@ -8,7 +8,7 @@ from parallel.ranks import run_ranks
 from softmoe.budget.plan import Layout, Plan, Settings
 
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}
-ROUTERS = ("soft", "tokens_choice", "experts_choice", "placed")
+ROUTERS = ("soft", "tokens_choice", "experts_choice", "placed", "slots stay")
 MESHES = {
     2: [(1, 1), (2, 1), (1, 2), (2, 2)],
     4: [(4, 1), (2, 1), (1, 2), (2, 2), (2, 4), (4, 2), (4, 4)],
