@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from softmoe.moe.routing import Router, Routing
-from softmoe.moe.slots import SlotsRouter
+from softmoe.moe.slots import SlotsRouter, ToSlots, with_even_combine
 
 
 class Recording:
@@ -23,14 +23,15 @@ class Recording:
         self.routers = routers_by_layer(model)
         self.routings: dict[str, Routing] = {}
         self.active = False
+        to_slots = {layer_name(path) for path, module in model.named_modules() if isinstance(module, ToSlots)}
         self._hooks: list[RemovableHandle] = [
-            router.register_forward_hook(self._keep(name)) for name, router in self.routers.items()
+            router.register_forward_hook(self._keep(name, name in to_slots)) for name, router in self.routers.items()
         ]
 
-    def _keep(self, name: str) -> Callable[..., None]:
+    def _keep(self, name: str, to_slots: bool) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: tuple, routing: Routing) -> None:
             if self.active:
-                self.routings[name] = routing
+                self.routings[name] = with_even_combine(routing) if to_slots else routing
 
         return hook
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from softmoe.moe.layer import MoE, zero_masked
 from softmoe.moe.routing import Router, Routing, at_least_one, check_tokens
+from softmoe.moe.soft import DenseRouting
 
 
 class ToSlots(MoE):
@@ -78,3 +79,12 @@ class SlotsRouting(Routing):
 def slots_to_tokens(slots_NSD: Tensor, images: int) -> Tensor:
     """Return slots, which lie by experts, as the tokens of each image: (N, B*P, D) -> (B, N*P, D)."""
     return slots_NSD.unflatten(1, (images, -1)).transpose(0, 1).flatten(1, 2)
+
+
+def with_even_combine(routing: Routing) -> Routing:
+    """Return the routing of a ToSlots layer as it counts: no token asks for slots, all of them go on alike."""
+    if not isinstance(routing, DenseRouting):
+        return routing
+    combine_BMNP = routing.combine_weights.detach()
+    even_BM11 = combine_BMNP.mean((2, 3), keepdim=True)  # 1 / S, and 0 at masked tokens
+    return DenseRouting(routing.dispatch_weights, even_BM11.expand_as(combine_BMNP))

@@ -15,7 +15,7 @@ from softmoe.inspection import record
 from softmoe.models import TextConfig, ViTConfig
 from softmoe.models.config import MoEConfig
 from softmoe.models.vit import make_encoder
-from softmoe.moe import Experts, MoE, PlacedRouter, SlotsRouter, SoftRouter, ToSlots
+from softmoe.moe import DenseRouting, Experts, MoE, PlacedRouter, SlotsRouter, SoftRouter, ToSlots
 
 TINY = {"width": 16, "depth": 3, "mlp_dim": 32, "heads": 2, "num_classes": 5, "image_size": 32}
 STAY = {"blocks": (1, 2), "slots_stay": True}
@@ -105,6 +105,21 @@ def test_a_model_whose_slots_stay(options):
     with record(model) as recording:
         model(images)
     assert list(recording.routings) == [f"encoder.blocks.{min(model.config.moe_blocks)}.mlp"]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_recorded_slots_go_on_alike(masked):
+    """Nothing is combined, so a recorded routing has even weights there, and none at masked tokens."""
+    layer = ToSlots(SoftRouter(6, 3, 2, scale_init=9.0), Experts(6, 5, 3))
+    x = torch.randn(2, 4, 6)
+    mask = torch.tensor([[True] * 4, [True, False, True, False]]) if masked else None
+    with record(layer) as recording:
+        layer(x, mask, residual=x)
+    routing = recording.routings["moe"]
+    assert isinstance(routing, DenseRouting)
+    wanted = torch.full((2, 4, 3, 2), 1 / 6) * (1.0 if mask is None else mask[..., None, None])
+    torch.testing.assert_close(routing.combine_weights, wanted)
+    assert routing.dispatch_weights.max() > 0.3
 
 
 def test_one_expert_is_an_mlp_for_all_slots():
