@@ -53,6 +53,8 @@ def is_exactly(module: nn.Module, kind: type[T]) -> TypeGuard[T]:
 
 def kernel_applies(x: Tensor, *others: Tensor, times: int = 1) -> bool:
     """True for plain contiguous tensors that nobody traces or transforms, if `times` the bytes of x exceed LARGE."""
+    if torch.compiler.is_compiling():  # where shapes are symbols, a tensor has no number of bytes
+        return False
     return times * x.nbytes > LARGE and plain_call(x, *others) and all(t.is_contiguous() for t in (x, *others))
 
 

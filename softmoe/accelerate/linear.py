@@ -32,7 +32,7 @@ class OneDNNLinear(nn.Linear):
     plain_class: type[nn.Linear] = nn.Linear
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.dim() > 1 and self.is_large(input) and kernel_applies(input, *self.parameters()) and use_onednn():
+        if input.dim() > 1 and kernel_applies(input, *self.parameters()) and self.is_large(input) and use_onednn():
             return linear(input, self.weight, self.bias)
         return super().forward(input)
 

@@ -197,7 +197,8 @@ def model_card(saved: "SavedModel", parameters: int) -> str:
         each = router.slots_per_expert if isinstance(router, SoftConfig) else 0
         slots = f", {each} slot{'s' * (each > 1)} each" if each else ""
         blocks = ", ".join(map(str, config.moe_blocks))
-        rows["experts"] = f"{config.moe.num_experts} ({router.name}{slots}) in blocks {blocks}"
+        stay = "; the slots go on as the tokens" if config.moe.slots_stay else ""
+        rows["experts"] = f"{config.moe.num_experts} ({router.name}{slots}) in blocks {blocks}{stay}"
     if saved.towers:
         t = saved.towers.text
         kind = f"two towers, for images and texts; that for images is {kind}"

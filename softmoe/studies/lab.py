@@ -103,7 +103,7 @@ class Lab:
             given |= {name: value for name, value in self.soft.items() if name in option_names(router)}
         if router == "uniform":  # with the same input and weight everywhere, copies of one expert would stay copies
             given["identical_init"] = False
-        if router not in ("soft", "placed"):
+        if router not in ("soft", "placed") or "blocks" in changes:  # where places are compared, all layers combine
             given.pop("slots_stay", None)
         if router in ("tokens_choice", "experts_choice"):
             given["group_size"] = min(GROUP, self.base.data.batch_size) * self.tokens

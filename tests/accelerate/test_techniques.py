@@ -28,9 +28,9 @@ def _small_tensors_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "LARGE", 0)
 
 
-def small() -> VisionTransformer:
+def small(**options) -> VisionTransformer:
     torch.manual_seed(0)
-    moe = MoEConfig.of(num_experts=3)
+    moe = MoEConfig.of(num_experts=3, **options)
     model = VisionTransformer(
         ViTConfig(image_size=8, patch_size=4, width=32, depth=2, mlp_dim=32, heads=2, num_classes=3, moe=moe)
     )
@@ -80,9 +80,10 @@ def test_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_all
-def test_a_model_computes_the_same() -> None:
+@pytest.mark.parametrize("stay", [False, True])
+def test_a_model_computes_the_same(stay: bool) -> None:
     """Outputs and all gradients of a whole model, before, with and after it; applying twice is once."""
-    model = small()
+    model = small(slots_stay=True, blocks=(0, 1)) if stay else small()
     plain = outputs_and_gradients(model)
     accelerate.apply(model)
     assert sum(guards.plain_class(m) is not type(m) for m in model.modules()) >= 5
@@ -115,6 +116,19 @@ def test_whoever_holds_the_model_still_does() -> None:
     for copied in (copy.deepcopy(bare), bare):
         accelerate.apply(copied)
         check(outputs_and_gradients(copy.deepcopy(copied)), plain)
+
+
+@needs_all
+def test_compiled_for_images_of_any_size() -> None:
+    """Compiled once with sizes as symbols, the accelerated model has the plain one's outputs at each size."""
+    torch.compiler.reset()
+    model = small()
+    sizes = [torch.randn(2, 3, side, side) for side in (8, 12, 20)]
+    plain = [model(images) for images in sizes]
+    accelerate.apply(model)
+    compiled = torch.compile(model, backend="aot_eager", dynamic=True, fullgraph=True)
+    for images, wanted in zip(sizes, plain, strict=True):
+        check([compiled(images)], [wanted])
 
 
 @needs_all

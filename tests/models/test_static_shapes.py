@@ -18,11 +18,14 @@ def tiny(name: str = "soft_ti16_4e2p", **options) -> VisionTransformer:
     return model
 
 
-@pytest.mark.parametrize("pool", ["mean", "class", "attention"])
-def test_compiles_without_a_graph_break(pool):
+STAY = {"blocks": (0, 1), "slots_stay": True}
+
+
+@pytest.mark.parametrize("options", [{"pool": "mean"}, {"pool": "class"}, {"pool": "attention"}, STAY])
+def test_compiles_without_a_graph_break(options):
     """fullgraph=True, traced through the autograd compiler: eager's logits and gradients."""
     torch.compiler.reset()
-    model = tiny(pool=pool).double()
+    model = tiny(**options).double()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     expected, found = model(images), compiled(images)

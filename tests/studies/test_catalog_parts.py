@@ -213,6 +213,16 @@ def test_places_follow_the_depth() -> None:
     assert (three["two last"], three["two spread"]) == ((1, 2), (0, 2))
 
 
+@pytest.mark.parametrize("study", [ablations, controls, experts_slots, long_runs, pareto, placement, slots])
+def test_studies_of_a_recipe_whose_slots_stay(study) -> None:
+    """Slots stay in the recipe's own model and in one expert's, and in no model that could not have it."""
+    lab = make_lab(LabOptions(scale="small", recipe="small_data", data="shapes?size=64", seeds=1))
+    layers = [cell.job.config.model.resolve(10, 64) for cell in study.cells(lab) if hasattr(cell.job, "config")]
+    assert all(shape.moe_blocks for shape in layers if shape.moe)
+    assert lab.config("placed").model.resolve(10, 64).moe.slots_stay
+    assert lab.one_expert().model.resolve(10, 64).moe.slots_stay
+
+
 def test_a_lab_around_a_recipe() -> None:
     """The dense twin has no experts and everything else of the recipe; soft experts are the recipe's own."""
     config, lab = load("quickstart"), make_lab(LabOptions(scale="small", recipe="quickstart", seeds=2))
