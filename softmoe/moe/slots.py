@@ -48,7 +48,8 @@ class SlotsRouter(Router):
     def forward(self, x_BMD: Tensor, mask: Tensor | None = None) -> "SlotsRouting":
         check_tokens(x_BMD, mask, self.dim)
         B, M, _ = x_BMD.shape
-        if M != self.num_experts * self.slots_per_expert or mask is not None:
+        slots = self.num_experts * self.slots_per_expert
+        if slots != M or mask is not None:
             raise ValueError(
                 f"expected the {self.num_experts} x {self.slots_per_expert} slots of an earlier layer, without a mask, "
                 f"got {M} tokens"

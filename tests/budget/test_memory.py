@@ -30,7 +30,9 @@ CASES = {
     "one moe": replace(BASE, moe=MoEConfig.of("soft", 8, slots_per_expert=6, blocks=(0,))),
     "beside": replace(BASE, moe=MoEConfig.of("soft", 8, slots_per_expert=6, expert_dim=16, keep_mlp=True)),
     "beside narrow": replace(BASE, dropout=0.1, moe=MoEConfig.of("soft", 8, keep_mlp=True, kept_dim=40, blocks=(1,))),
-    "slots that stay": replace(BASE, moe=MoEConfig.of("soft", 8, slots_per_expert=2, slots_stay=True, blocks=(1, 2, 3))),
+    "slots that stay": replace(
+        BASE, moe=MoEConfig.of("soft", 8, slots_per_expert=2, slots_stay=True, blocks=(1, 2, 3))
+    ),
     **{router: replace(BASE, moe=moe_of(router, 8, slots_per_expert=6)) for router in ROUTERS},
 }
 
