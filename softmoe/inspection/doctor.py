@@ -69,6 +69,7 @@ def examine_layers(layers: Layers) -> list[Verdict]:
     unplaced = {n: r for n, r in dense.items() if r["router"] != "PlacedRouter"}
     free_combine = {n: r for n, r in dense.items() if not r.get("combine_place", r["router"] == "PlacedRouter")}
     sparse = {n: r for n, r in layers.items() if r["kind"] == "sparse"}
+    combining = {n: r for n, r in layers.items() if r.get("combines", True)}  # in others all slots go on alike
     one_hot = "lower the learning rate, decay the scale (optim.scale_decay), keep normalize on"
     return [
         *judge(
@@ -83,7 +84,7 @@ def examine_layers(layers: Layers) -> list[Verdict]:
             {
                 n: r["combine"]["mean_largest"]
                 for n, r in free_combine.items()
-                if r["experts"] * r["slots_per_expert"] > 1
+                if n in combining and r["experts"] * r["slots_per_expert"] > 1
             },
             "mean largest weight {}",
             f"each token takes one slot only: {one_hot}",
@@ -103,7 +104,7 @@ def examine_layers(layers: Layers) -> list[Verdict]:
         ),
         *judge(
             "dead slots",
-            {n: dead_slots(r) for n, r in soft.items()},
+            {n: dead_slots(r) for n, r in soft.items() if n in combining},
             "{} of the slots give less than a hundredth of the mean",
             "these experts compute for nobody: use fewer experts, or lower the learning rate",
             above=DEAD_SLOTS,
@@ -111,7 +112,7 @@ def examine_layers(layers: Layers) -> list[Verdict]:
         ),
         *judge(
             "expert collapse",
-            {n: r["importance"]["effective_experts"] / r["experts"] for n, r in layers.items() if r["experts"] > 1},
+            {n: r["importance"]["effective_experts"] / r["experts"] for n, r in combining.items() if r["experts"] > 1},
             "outputs come, effectively, from {} of the experts",
             "few experts do all the work: use fewer, or raise importance_weight and load_weight of sparse routers",
             below=COLLAPSED,

@@ -34,11 +34,11 @@ DENSE = (
     ("largest dispatch", lambda r: r["dispatch"]["mean_largest"], ".3f"),
     ("tokens per slot", lambda r: r["dispatch"]["effective"], ".1f"),
     ("tokens for 90 %", lambda r: r["tokens_per_slot"]["levels"]["0.9"]["mean"], ".1f"),
-    ("largest combine", lambda r: r["combine"]["mean_largest"], ".3f"),
-    ("slots per token", lambda r: r["combine"]["effective"], ".1f"),
+    ("largest combine", lambda r: r["combine"]["mean_largest"] if r.get("combines", True) else None, ".3f"),
+    ("slots per token", lambda r: r["combine"]["effective"] if r.get("combines", True) else None, ".1f"),
     ("tokens above 2", lambda r: r["token_mass"]["above_2"], ".1%"),
     ("tokens up to 0.25", lambda r: r["token_mass"]["up_to_0.25"], ".1%"),
-    ("expert max/min", lambda r: r["importance"]["max_over_min"], ".1f"),
+    ("expert max/min", lambda r: r["importance"]["max_over_min"] if r.get("combines", True) else None, ".1f"),
 )
 SPARSE = (
     ("dropped", lambda r: r["dropped"], ".1%"),

@@ -91,6 +91,8 @@ def cumulative_dispatch(model: Inspection) -> Any | None:
 
 
 def cumulative_combine(model: Inspection) -> Any | None:
+    if not any(r.get("combines", True) for r in of_kind(model, "dense").values()):
+        return None  # in all layers slots go on alike
     return curve_grid(model, "combine_curve", "slots, heaviest first", "share of a token's weight")
 
 
@@ -173,7 +175,8 @@ def collapse(model: Inspection) -> Any | None:
     names = [layer_label(name) for name in layers]
     for axis, (title, keys, limits) in zip(axes, panels, strict=False):
         for (kind, key), color in zip(keys, ("#0b6e99", "#d1495b"), strict=True):
-            axis.plot(names, [r[kind][key] for r in layers.values()], "o-", color=color, label=kind)
+            shown = [r[kind][key] if kind == "dispatch" or r.get("combines", True) else np.nan for r in layers.values()]
+            axis.plot(names, shown, "o-", color=color, label=kind)
         axis.set(ylabel=title, ylim=limits)
         legend(axis)
     if known:

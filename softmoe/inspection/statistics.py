@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from softmoe.inspection.streaming import BANDS, CurveBands, Histogram, chosen_ranks
-from softmoe.moe import DenseRouting, Router, Routing, SoftRouter, SparseRouting
+from softmoe.moe import DenseRouting, NotCombined, Router, Routing, SoftRouter, SparseRouting
 
 HEAVY, LIGHT = 2.0, 0.25  # summed dispatch weights of a token that the paper quotes shares for
 LEVELS = (0.5, 0.8, 0.9, 0.95)  # shares of a slot's weight
@@ -35,7 +35,7 @@ def layer_statistics(router: Router, routing: Routing) -> LayerStatistics:
     """Return the statistics that fit this kind of routing; its first routing tells the shapes."""
     if isinstance(routing, DenseRouting):
         _, M, N, P = routing.dispatch_weights.shape
-        return DenseStatistics(M, N, P)
+        return DenseStatistics(M, N, P, combines=not isinstance(routing, NotCombined))
     if isinstance(routing, SparseRouting):
         return SparseStatistics(router.num_experts)
     raise ValueError(f"{type(router).__name__} returns a {type(routing).__name__}, which inspection does not know")
@@ -44,8 +44,9 @@ def layer_statistics(router: Router, routing: Routing) -> LayerStatistics:
 class DenseStatistics:
     """Statistics of the dispatch and combine weights of one layer, without padding (tokens that receive nothing)."""
 
-    def __init__(self, tokens: int, experts: int, slots_per_expert: int):
+    def __init__(self, tokens: int, experts: int, slots_per_expert: int, combines: bool = True):
         self.shape = (tokens, experts, slots_per_expert)
+        self.combines = combines
         S = experts * slots_per_expert
         self.mass = TokenMass()
         self.importance = Importance(experts, slots_per_expert)
@@ -94,6 +95,7 @@ class DenseStatistics:
             "tokens": M,
             "experts": N,
             "slots_per_expert": P,
+            "combines": self.combines,
             "token_mass": self.mass.result(),
             "importance": self.importance.result(),
             "tokens_per_slot": self.width.result(),

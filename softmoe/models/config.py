@@ -44,7 +44,10 @@ class MoEConfig:
         if self.slots_stay and self.keep_mlp:
             raise ValueError("keep_mlp is for tokens, and with slots_stay there are slots alone: leave out one of them")
         if self.slots_stay and not can_stay(self.router):
-            raise ValueError(f"slots_stay needs a learned dispatch, as soft and placed have: not {self.router.name!r}")
+            raise ValueError(
+                f"slots_stay needs a learned dispatch, as soft and placed have: not {self.router.name!r}, "
+                "or set slots_stay to False"
+            )
         if self.kept_dim is not None and not self.keep_mlp:
             raise ValueError(f"kept_dim is the width of an MLP beside the experts, got {self.kept_dim}: set keep_mlp")
 

@@ -138,7 +138,10 @@ class TimmInterface(nn.Module):
         taken = self.block_numbers(indices, depth)
         last_map = self.config.last_map
         if output_fmt == "NCHW" and last_map is not None and max(taken) >= last_map:
-            raise ValueError(f"tokens are merged after block {last_map}: from there on there are no maps")
+            raise ValueError(
+                f"after block {last_map} tokens are no longer cells of the image, so there are no maps: "
+                "take blocks before, or output_fmt='NLC'"
+            )
         x_BMD, grid = self.embed_images(x)
         prefix = x_BMD.shape[1] - grid[0] * grid[1]
         stop = max(taken) + 1 if stop_early else depth

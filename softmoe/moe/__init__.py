@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from softmoe.moe.layer import ExpertsBeside, MoE, SoftMoE
     from softmoe.moe.placed import PlacedRouter
     from softmoe.moe.routing import Router, Routing, SparseRouting
-    from softmoe.moe.slots import SlotsRouter, SlotsRouting, ToSlots
+    from softmoe.moe.slots import NotCombined, SlotsRouter, SlotsRouting, ToSlots
     from softmoe.moe.soft import DenseRouting, SoftRouter
     from softmoe.moe.sparse import ExpertsChoiceRouter, TokensChoiceRouter
 
@@ -47,7 +47,7 @@ _HOMES = {
     "layer": ("ExpertsBeside", "MoE", "SoftMoE"),
     "placed": ("PlacedRouter",),
     "routing": ("Router", "Routing", "SparseRouting"),
-    "slots": ("SlotsRouter", "SlotsRouting", "ToSlots"),
+    "slots": ("NotCombined", "SlotsRouter", "SlotsRouting", "ToSlots"),
     "soft": ("DenseRouting", "SoftRouter"),
     "sparse": ("ExpertsChoiceRouter", "TokensChoiceRouter"),
 }
@@ -61,6 +61,7 @@ __all__ = [
     "IdentityConfig",
     "IdentityRouter",
     "MoE",
+    "NotCombined",
     "PlacedConfig",
     "PlacedRouter",
     "Router",

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from softmoe.moe.routing import Router, Routing
-from softmoe.moe.slots import SlotsRouter, ToSlots, with_even_combine
+from softmoe.moe.slots import NotCombined, SlotsRouter, ToSlots
 
 
 class Recording:
@@ -31,7 +31,7 @@ class Recording:
     def _keep(self, name: str, to_slots: bool) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: tuple, routing: Routing) -> None:
             if self.active:
-                self.routings[name] = with_even_combine(routing) if to_slots else routing
+                self.routings[name] = NotCombined.of(routing) if to_slots else routing
 
         return hook
 

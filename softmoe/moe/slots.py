@@ -16,13 +16,20 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from softmoe.moe.experts import Experts
 from softmoe.moe.layer import MoE, zero_masked
 from softmoe.moe.routing import Router, Routing, at_least_one, check_tokens
-from softmoe.moe.soft import DenseRouting
+from softmoe.moe.soft import DenseRouting, SoftRouter
 
 
 class ToSlots(MoE):
     """The layer in which tokens become slots: (B, M, D) -> (B, S, D), slot p of expert n is token n * P + p."""
+
+    def __init__(self, router: Router, experts: Experts):
+        if not isinstance(router, SoftRouter):
+            raise ValueError(f"slots that stay are learned averages, as a SoftRouter makes them, got {router}")
+        super().__init__(router, experts)
+        self.slots_per_expert = router.slots_per_expert
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, x: Tensor, mask: Tensor | None = None, grid: tuple[int, int] | None = None, *, residual: Tensor
@@ -31,11 +38,14 @@ class ToSlots(MoE):
 
         Both are mixed by the same weights, which are found in x.
         """
+        if x.shape != residual.shape:
+            raise ValueError(f"expected tokens and residual tokens of one shape, got {x.shape} and {residual.shape}")
         B = x.shape[0]
         real_BMD, residual_BMD = (t if mask is None else zero_masked(t, mask, self.router.dim) for t in (x, residual))
         routing = self.route(real_BMD, mask, grid)
         outputs_NSD = self.experts(routing.dispatch(real_BMD))
-        return slots_to_tokens(routing.dispatch(residual_BMD), B), slots_to_tokens(outputs_NSD, B)
+        slots_NSD, P = routing.dispatch(residual_BMD), self.slots_per_expert
+        return slots_to_tokens(slots_NSD, B, P), slots_to_tokens(outputs_NSD, B, P)
 
 
 class SlotsRouter(Router):
@@ -54,7 +64,7 @@ class SlotsRouter(Router):
                 f"expected the {self.num_experts} x {self.slots_per_expert} slots of an earlier layer, without a mask, "
                 f"got {M} tokens"
             )
-        return SlotsRouting(B, self.num_experts, x_BMD)
+        return SlotsRouting(B, self.num_experts, self.slots_per_expert, x_BMD)
 
 
 @dataclass(frozen=True)
@@ -63,29 +73,33 @@ class SlotsRouting(Routing):
 
     images: int
     num_experts: int
+    slots_per_expert: int
     like: Tensor
 
     def dispatch(self, x_BMD: Tensor) -> Tensor:
-        slots_NBPD = x_BMD.unflatten(1, (self.num_experts, -1)).transpose(0, 1)
-        return slots_NBPD.reshape(self.num_experts, -1, x_BMD.shape[-1])
+        B, N, P = self.images, self.num_experts, self.slots_per_expert
+        return x_BMD.unflatten(1, (N, P)).transpose(0, 1).reshape(N, B * P, x_BMD.shape[-1])
 
     def combine(self, slots_NSD: Tensor) -> Tensor:
-        return slots_to_tokens(slots_NSD, self.images)
+        return slots_to_tokens(slots_NSD, self.images, self.slots_per_expert)
 
     @property
     def auxiliary_loss(self) -> Tensor:
         return self.like.new_zeros(())
 
 
-def slots_to_tokens(slots_NSD: Tensor, images: int) -> Tensor:
+def slots_to_tokens(slots_NSD: Tensor, images: int, slots_per_expert: int) -> Tensor:
     """Return slots, which lie by experts, as the tokens of each image: (N, B*P, D) -> (B, N*P, D)."""
-    return slots_NSD.unflatten(1, (images, -1)).transpose(0, 1).flatten(1, 2)
+    return slots_NSD.unflatten(1, (images, slots_per_expert)).transpose(0, 1).flatten(1, 2)
 
 
-def with_even_combine(routing: Routing) -> Routing:
-    """Return the routing of a ToSlots layer as it counts: no token asks for slots, all of them go on alike."""
-    if not isinstance(routing, DenseRouting):
-        return routing
-    combine_BMNP = routing.combine_weights.detach()
-    even_BM11 = combine_BMNP.mean((2, 3), keepdim=True)  # 1 / S, and 0 at masked tokens
-    return DenseRouting(routing.dispatch_weights, even_BM11.expand_as(combine_BMNP))
+@dataclass(frozen=True)
+class NotCombined(DenseRouting):
+    """The routing of a ToSlots layer as it is recorded: no token asks for slots, so the combine weights are even."""
+
+    @classmethod
+    def of(cls, routing: Routing) -> "NotCombined":
+        assert isinstance(routing, DenseRouting)
+        combine_BMNP = routing.combine_weights.detach()
+        even_BM11 = combine_BMNP.mean((2, 3), keepdim=True)  # 1 / S, and 0 at masked tokens
+        return cls(routing.dispatch_weights, even_BM11.expand_as(combine_BMNP))

@@ -34,7 +34,7 @@ from softmoe.data import TransformConfig
 
 def recipe() -> train.TrainConfig:
     return train.TrainConfig(
-        steps=4900,
+        steps=8120,
         model=train.ModelSection(
             name="soft_ti8_16e",
             router="placed",
@@ -42,9 +42,8 @@ def recipe() -> train.TrainConfig:
             depth=4,
             heads=4,
             mlp_dim=256,
-            blocks=(0, 1, 2, 3),
-            keep_mlp=True,
-            kept_dim=128,
+            blocks=(1, 2, 3),
+            slots_stay=True,
             identical_init=True,
             options={"scale_init": 6.0, "place_init": 0.5},
         ),

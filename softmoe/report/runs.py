@@ -19,7 +19,7 @@ from softmoe.budget.report import aligned
 from softmoe.evaluate.mistakes import mistakes_section
 from softmoe.inspection.page import number_cell
 from softmoe.inspection.plots import finish, legend, panels, pyplot
-from softmoe.models import TwoTowerConfig
+from softmoe.models import MoEConfig, TwoTowerConfig
 from softmoe.moe import SoftConfig
 from softmoe.storage.architecture import parse_architecture, split_architecture
 from softmoe.storage.files import read_json, write_text
@@ -144,12 +144,14 @@ def gains(runs: list[RunRecord]) -> list[str]:
     told = []
     for run in runs:
         beside = [other for other in runs if other.config.data.train == run.config.data.train]
-        dense, router = best([other for other in beside if not other.model.moe_blocks]), router_of(run)
-        if router is None or router.num_experts == 1 or dense is None or best([run]) is None:
+        dense = best([other for other in beside if not other.model.moe_blocks and other.model.merge is None])
+        layer = soft_layer(run)
+        if layer is None or layer.num_experts == 1 or dense is None or best([run]) is None:
             continue
-        slots = router.num_experts * router.slots_per_expert
-        control = replace(router, num_experts=1, slots_per_expert=slots)
-        one = best([other for other in beside if router_of(other) == control])
+        assert isinstance(layer.router, SoftConfig)
+        slots = layer.num_experts * layer.router.slots_per_expert
+        control = replace(layer, router=replace(layer.router, num_experts=1, slots_per_expert=slots))
+        one = best([other for other in beside if soft_layer(other) == control])
         if one is None:
             told.append(
                 f"What experts give is not known: no run has one expert with the slots of {run.name} "
@@ -163,9 +165,12 @@ def gains(runs: list[RunRecord]) -> list[str]:
     return told
 
 
-def router_of(run: RunRecord) -> SoftConfig | None:
-    moe = run.model.moe if run.model.moe_blocks else None
-    return moe.router if moe is not None and isinstance(moe.router, SoftConfig) else None
+def soft_layer(run: RunRecord) -> MoEConfig | None:
+    """Return the layer of a run with a soft router, with its blocks by number; None of other runs."""
+    moe, blocks = run.model.moe, run.model.moe_blocks
+    if moe is None or not blocks or not isinstance(moe.router, SoftConfig):
+        return None
+    return replace(moe, blocks=tuple(blocks))
 
 
 def best(runs: list[RunRecord]) -> RunRecord | None:

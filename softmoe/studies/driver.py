@@ -137,7 +137,7 @@ def run_study(
     With `options.collect` or `only` they are those of the jobs that are done. Without `verdict` only the table is
     written, for runs that are too short to mean anything.
     """
-    cells = list(study.cells(lab))
+    cells = cells_of(study, lab)
     folder = store.out / name_of(study)
     pending = [] if options.collect else unfinished(chosen(cells, options.only), store)
     say(f"{name_of(study)}: {len(cells)} cells, {len(pending)} jobs to do")
@@ -157,6 +157,11 @@ def run_study(
         files += conclude(study, lab, table, claims, folder)
         return Done(table, claims, files, failures)
     return Done(table, files=files, failures=failures)
+
+
+def cells_of(study: ModuleType, lab: Lab) -> list[Cell]:
+    """Return the cells of a study. The paper's layers combine; a study that says SLOTS_MAY_STAY takes others too."""
+    return list(study.cells(lab if getattr(study, "SLOTS_MAY_STAY", False) else lab.combining()))
 
 
 def complete(study: ModuleType, lab: Lab, table: Table) -> Table:
@@ -247,7 +252,7 @@ class Estimate:
 
 
 def estimate(study: ModuleType, lab: Lab, store: Store, only: Sequence[str] = ()) -> Estimate:
-    cells = list(study.cells(lab))
+    cells = cells_of(study, lab)
     pending = unfinished(chosen(cells, only), store)
     rate = measured_rate(store, cells)
     return Estimate(

@@ -103,7 +103,7 @@ class Lab:
             given |= {name: value for name, value in self.soft.items() if name in option_names(router)}
         if router == "uniform":  # with the same input and weight everywhere, copies of one expert would stay copies
             given["identical_init"] = False
-        if router not in ("soft", "placed") or "blocks" in changes:  # where places are compared, all layers combine
+        if router not in ("soft", "placed"):
             given.pop("slots_stay", None)
         if router in ("tokens_choice", "experts_choice"):
             given["group_size"] = min(GROUP, self.base.data.batch_size) * self.tokens
@@ -123,10 +123,14 @@ class Lab:
     def merged(self, **changes: Any) -> TrainConfig | None:
         """Return the dense model with tokens merged (PatchMerger) until a step costs what one of Soft MoE does.
 
-        They are merged in the middle of the depth. None if slots are not fewer than tokens.
+        They are merged in the middle of the depth; where slots stay, into as many, after the block in which tokens
+        become slots. None if slots are not fewer than tokens.
         """
         if self.slots >= self.tokens:
             return None
+        if self.slots_stay:
+            block = self.config("soft", **changes).model.resolve(None, self.image_size).last_map
+            return self.longer(self.config("dense", merge=(block, self.slots), **changes), **changes)
         middle = (self.shape.depth - 1) // 2
         wanted = price(self.config("soft", **changes)).train_flops
         choices = (self.config("dense", merge=(middle, tokens), **changes) for tokens in range(1, self.tokens))
@@ -138,7 +142,10 @@ class Lab:
         return replace(config, steps=math.ceil(MORE * config.steps * flops[0] / flops[1]))
 
     def controls(self, **changes: Any) -> dict[str, TrainConfig]:
-        """Return what Soft MoE is shown beside, by the names of results.GIVES."""
+        """Return what Soft MoE is shown beside, by the names of results.GIVES.
+
+        Where slots stay, those whose tokens come back would differ in more than their name says.
+        """
         # with more slots than tokens Identity has experts that would be idle, and steps that cost less
         identity = self.config("identity", num_experts=min(self.slots, self.tokens), **changes)
         found = {
@@ -148,7 +155,16 @@ class Lab:
             "identity": self.longer(identity, **changes) if self.slots > self.tokens else identity,
             "merged": self.merged(**changes),
         }
-        return {method: config for method, config in found.items() if config is not None}
+        left_out = ("uniform_soft", "identity") if self.slots_stay else ()
+        return {method: config for method, config in found.items() if config is not None and method not in left_out}
+
+    @property
+    def slots_stay(self) -> bool:
+        return bool(self.experts.get("slots_stay"))
+
+    def combining(self) -> "Lab":
+        """Return this lab with layers that combine, as the paper's do, if its recipe's slots stay."""
+        return replace(self, experts=self.experts | {"slots_stay": False}) if self.slots_stay else self
 
     def with_slots(self, slots: int) -> "Lab":
         """Return this lab with so many slots, one for each expert."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from softmoe.moe import DenseRouting, PlacedRouter, Router, Routing, SoftRouter, SparseRouting
+from softmoe.moe import DenseRouting, NotCombined, PlacedRouter, Router, Routing, SoftRouter, SparseRouting
 from softmoe.parallel import whole
 
 # limits above which a run warns while it goes on; those of softmoe doctor are stricter
@@ -27,7 +27,8 @@ def router_health(router: Router, routing: Routing) -> dict[str, Tensor]:
         numbers["combine_place"] = torch.full_like(numbers["place_width"], router.combine_place)
     if isinstance(routing, DenseRouting):
         numbers["max_dispatch"] = routing.dispatch_weights.amax(1).mean()
-        numbers["max_combine"] = routing.combine_weights.flatten(2).amax(2).mean()
+        if not isinstance(routing, NotCombined):
+            numbers["max_combine"] = routing.combine_weights.flatten(2).amax(2).mean()
     elif isinstance(routing, SparseRouting):
         real = routing.mask_T.sum().clamp(min=1)
         numbers["drop_rate"] = routing.dropped.sum() / real

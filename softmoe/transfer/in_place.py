@@ -127,6 +127,8 @@ def upcycle_(
     widths = [width] * len(names) if isinstance(width, int | None) else width
     if len(widths) != len(names):
         raise ValueError(f"width must be one number, or one for each of {len(names)} modules, got {len(widths)}")
+    if not_ours := {"slots_stay", "keep_mlp", "kept_dim"} & {name for name, value in options.items() if value}:
+        raise ValueError(f"{min(not_ours)} is for whole models of ours: here init='beside' keeps the modules")
     moe = MoEConfig.of(router, experts, **({"slots_per_expert": slots} if slots != 1 else {}), **options)
     before, old_modules = sum(parameter.numel() for parameter in model.parameters()), set(net.modules())
     made: list[AnyLayout] = []

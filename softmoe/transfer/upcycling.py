@@ -129,6 +129,8 @@ def upcycle(
             options[name] = getattr(asked, name)
     if config.moe is not None:
         raise ValueError("only a dense model can be upcycled, and this one has experts already")
+    if options.get("slots_stay"):
+        raise ValueError("with slots_stay no token gets back what its MLP gave: such a model is trained from the start")
     if init not in INITS:
         raise ValueError(f"init must be one of {', '.join(INITS)}, got {init!r}")
     if noise < 0:

@@ -67,7 +67,7 @@ def test_maps_end_where_tokens_are_merged():
     model, images = tiny(), torch.randn(1, 3, 32, 32)
     assert model.forward_intermediates(images, [0], intermediates_only=True)[0].shape == (1, 16, 4, 4)
     assert model.forward_intermediates(images, [2], output_fmt="NLC")[1][0].shape == (1, 5, 16)
-    with pytest.raises(ValueError, match="tokens are merged after block 1: from there on there are no maps"):
+    with pytest.raises(ValueError, match="after block 1 tokens are no longer cells of the image, so there are no maps"):
         model.forward_intermediates(images)
     assert "encoder.blocks.1.merger.queries" in model.no_weight_decay()
 

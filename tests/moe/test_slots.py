@@ -12,10 +12,14 @@ from softmoe.cli.train import parse_train
 from softmoe.convert import to_vmoe
 from softmoe.inference import prepare
 from softmoe.inspection import record
+from softmoe.inspection.collect import Inspection, layer_results
+from softmoe.inspection.doctor import examine_layers
+from softmoe.inspection.page import header, layer_lines
+from softmoe.inspection.plots import cumulative_combine
 from softmoe.models import TextConfig, ViTConfig
 from softmoe.models.config import MoEConfig
 from softmoe.models.vit import make_encoder
-from softmoe.moe import DenseRouting, Experts, MoE, PlacedRouter, SlotsRouter, SoftRouter, ToSlots
+from softmoe.moe import Experts, MoE, NotCombined, PlacedRouter, SlotsRouter, SoftRouter, TokensChoiceRouter, ToSlots
 
 TINY = {"width": 16, "depth": 3, "mlp_dim": 32, "heads": 2, "num_classes": 5, "image_size": 32}
 STAY = {"blocks": (1, 2), "slots_stay": True}
@@ -116,10 +120,50 @@ def test_recorded_slots_go_on_alike(masked):
     with record(layer) as recording:
         layer(x, mask, residual=x)
     routing = recording.routings["moe"]
-    assert isinstance(routing, DenseRouting)
+    assert isinstance(routing, NotCombined)
     wanted = torch.full((2, 4, 3, 2), 1 / 6) * (1.0 if mask is None else mask[..., None, None])
     torch.testing.assert_close(routing.combine_weights, wanted)
     assert routing.dispatch_weights.max() > 0.3
+
+
+def test_no_images():
+    """A batch of none goes through, as it does through models that combine."""
+    for images in (0, 1):
+        assert tiny()(torch.randn(images, 3, 32, 32)).shape == (images, 5)
+
+
+def test_inspected_slots_that_stay():
+    """What inspection and doctor say of combine, they do not say of a layer that has none."""
+    torch.manual_seed(0)
+    images, layers = layer_results(tiny(), [torch.randn(4, 3, 32, 32)])
+    (result,) = layers.values()
+    assert (images, result["combines"]) == (4, False)
+    judged = {verdict.check for verdict in examine_layers(layers)}
+    assert {"uniform dispatch"} <= judged
+    assert not judged & {"saturated combine", "dead slots", "expert collapse"}
+    line = dict(zip(header(found := Inspection("m", 4, layers, {})), layer_lines(found)[0], strict=True))
+    assert line["largest combine"] == line["slots per token"] == line["expert max/min"] == "-"
+    assert float(line["largest dispatch"]) > 0
+    assert cumulative_combine(found) is None
+
+
+def test_a_residual_of_another_shape():
+    """The residual tokens are those that the experts see without the norm, one for one."""
+    layer = ToSlots(SoftRouter(6, 3, 2), Experts(6, 5, 3))
+    with pytest.raises(ValueError, match="tokens and residual tokens of one shape"):
+        layer(torch.randn(2, 4, 6), residual=torch.randn(1, 4, 6))
+    with pytest.raises(ValueError, match="slots that stay are learned averages"):
+        ToSlots(TokensChoiceRouter(6, 3), Experts(6, 5, 3))
+
+
+@pytest.mark.parametrize("init", ["copy", "beside"])
+def test_dense_models_get_no_slots_that_stay(init):
+    """A layer without a way back cannot keep what an MLP gave, so upcycling refuses it instead of leaving it out."""
+    dense, images = softmoe.create_model("vit_ti8", **TINY), torch.randn(2, 3, 32, 32)
+    with pytest.raises(ValueError, match="with slots_stay no token gets back what its MLP gave"):
+        softmoe.upcycle(dense, 4, images=images, init=init, blocks=(1, 2), slots_stay=True)
+    with pytest.raises(ValueError, match="slots_stay is for whole models of ours"):
+        softmoe.upcycle_(dense, "encoder.blocks.*.mlp", 4, init=init, batches=images, slots_stay=True)
 
 
 def test_one_expert_is_an_mlp_for_all_slots():
@@ -147,7 +191,7 @@ def test_maps_end_where_slots_begin():
     model, images = tiny(), torch.randn(1, 3, 32, 32)
     assert model.forward_intermediates(images, [0], intermediates_only=True)[0].shape == (1, 16, 4, 4)
     assert model.forward_intermediates(images, [2], output_fmt="NLC")[1][0].shape == (1, 8, 16)
-    with pytest.raises(ValueError, match="tokens are merged after block 1: from there on there are no maps"):
+    with pytest.raises(ValueError, match="after block 1 tokens are no longer cells of the image, so there are no maps"):
         model.forward_intermediates(images)
 
 

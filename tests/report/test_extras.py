@@ -55,7 +55,7 @@ def test_figures(tmp_path):
 
 def test_a_gain_over_dense_is_shown_with_its_control():
     """With one expert and the same slots the page says what slots and experts give; without, that it is missing; runs
-    with other slots or on other data are no control."""
+    with other slots, with slots that stay or on other data are no control, and tokens merged are not dense."""
 
     def run(name: str, top1: float, data: str = "a", **model) -> RunRecord:
         config = quickstart.recipe()
@@ -68,6 +68,8 @@ def test_a_gain_over_dense_is_shown_with_its_control():
     others = [
         run("few", 0.6, num_experts=1, slots_per_expert=4),
         run("other", 0.6, "b", num_experts=1, slots_per_expert=16),
+        run("stays", 0.6, num_experts=1, slots_per_expert=16, slots_stay=True),
+        run("merged", 0.6, router="dense", merge=(1, 4)),
     ]
     whole = "All of it: +30.0 points top-1 (many 70.0 %, dense 40.0 %); dense had 1.50 times the FLOPs and 1.00 times"
     assert gains([dense, one, many]) == [

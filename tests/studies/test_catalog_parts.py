@@ -9,7 +9,18 @@ from hypothesis import strategies as st
 from softmoe.budget import cost
 from softmoe.recipes import load
 from softmoe.studies import LabOptions
-from softmoe.studies.catalog import ablations, bpr, controls, experts_slots, long_runs, pareto, placement, slots
+from softmoe.studies.catalog import (
+    ablations,
+    bpr,
+    collapse,
+    controls,
+    experts_slots,
+    long_runs,
+    pareto,
+    placement,
+    slots,
+)
+from softmoe.studies.driver import cells_of
 from softmoe.studies.figures import bars, finish, frontier, panels, waterfall
 from softmoe.studies.jobs import Training, key_of, price
 from softmoe.studies.lab import make_lab
@@ -141,7 +152,7 @@ def test_merged_tokens_are_a_control_where_slots_are_fewer() -> None:
     """A step of the dense model with merged tokens costs what Soft MoE's costs, to the nearest number of tokens."""
     assert make_lab(LabOptions(scale="small", recipe="quickstart")).merged() is None
     for lab in (
-        make_lab(LabOptions(scale="small", recipe="small_data", data="shapes?size=64")),
+        make_lab(LabOptions(scale="small", recipe="small_data", data="shapes?size=64")).combining(),
         make_lab(LabOptions(scale="small", slots=4)),
     ):
         merged = lab.merged()
@@ -213,14 +224,37 @@ def test_places_follow_the_depth() -> None:
     assert (three["two last"], three["two spread"]) == ((1, 2), (0, 2))
 
 
-@pytest.mark.parametrize("study", [ablations, controls, experts_slots, long_runs, pareto, placement, slots])
-def test_studies_of_a_recipe_whose_slots_stay(study) -> None:
-    """Slots stay in the recipe's own model and in one expert's, and in no model that could not have it."""
+@pytest.mark.parametrize("study", [ablations, collapse, experts_slots, long_runs, pareto, placement, slots])
+def test_the_papers_studies_are_of_layers_that_combine(study) -> None:
+    """Of a recipe whose slots stay, studies of routing take layers that combine: they differ in what is named alone."""
     lab = make_lab(LabOptions(scale="small", recipe="small_data", data="shapes?size=64", seeds=1))
-    layers = [cell.job.config.model.resolve(10, 64) for cell in study.cells(lab) if hasattr(cell.job, "config")]
-    assert all(shape.moe_blocks for shape in layers if shape.moe)
-    assert lab.config("placed").model.resolve(10, 64).moe.slots_stay
-    assert lab.one_expert().model.resolve(10, 64).moe.slots_stay
+    jobs = [getattr(cell.job, "parent", cell.job) for cell in cells_of(study, lab)]
+    shapes = [job.config.model.resolve(10, 64) for job in jobs if isinstance(job, Training)]
+    layers = [shape.moe for shape in shapes if shape.moe]
+    assert layers
+    assert not any(layer.slots_stay for layer in layers)
+
+
+def test_controls_of_a_recipe_whose_slots_stay() -> None:
+    """Soft MoE stands beside fewer experts whose slots stay too, and beside the dense model with tokens merged into as
+    many, after the same block, for 1.2 times its FLOPs; what cannot stay is left out."""
+    lab = make_lab(LabOptions(scale="small", recipe="small_data", data="shapes?size=64", seeds=1))
+    cells = cells_of(controls, lab)
+    configs = {cell.labels["method"]: cell.job.config for cell in cells}  # pyright: ignore[reportAttributeAccessIssue]
+    shapes = {method: config.model.resolve(10, 64) for method, config in configs.items()}
+    assert not {"identity", "uniform", "uniform_soft", "soft_uniform"} & shapes.keys()
+    assert {"one", "placed one", "4 experts", "soft", "placed", "merged"} <= shapes.keys()
+    assert all(shape.moe.slots_stay for shape in shapes.values() if shape.moe)
+    assert shapes["merged"].merge == (1, 16)
+    assert shapes["merged"].tokens_by_block == shapes["placed"].tokens_by_block == (64, 64, 16, 16, 16)
+    flops = [Training(configs[method]).flops() for method in ("merged", "soft")]
+    assert flops[0] / flops[1] == pytest.approx(1.2, rel=1e-3)
+    numbers = {"top1": 1.0, "val_loss": 1.0, "tflops": 1.0, "seconds": 1.0, "images_per_second": 1.0}
+    table = Table(tuple(Row(cell.labels, cell.seed, numbers) for cell in cells))
+    said = [claim.text for claim in controls.claims(table)]
+    assert any("above merged tokens" in text for text in said)
+    assert not any("dispatch" in text or "combine" in text or "mixing" in text for text in said)
+    assert controls.figure(table, lab) is not None
 
 
 def test_a_lab_around_a_recipe() -> None:

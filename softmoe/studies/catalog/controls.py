@@ -7,7 +7,7 @@ tokens that get the plain mean of the slots (Soft / Uniform); both (Uniform); to
 (Identity); and fewer experts at equal slots. The dense model trains with a fifth more FLOPs than Soft MoE, and is the
 best of three rates; where slots are fewer than tokens, so does one whose tokens are merged (PatchMerger) into so many
 that a step costs what Soft MoE's does. Beside them stands what is ours: the router with a place, with one expert and
-with more.
+with more. Of a recipe whose slots stay tokens the controls are dense models, with tokens merged too, and fewer experts.
 
 The paper (Table 2, Figure 6): learned dispatch and combine both matter, and at equal slots the most experts are best.
 """
@@ -21,6 +21,7 @@ from softmoe.studies.figures import NAMES, curve, finish, label, legend, panels,
 from softmoe.studies.lab import Cell, Lab
 from softmoe.studies.results import Claim, Table, better, costs
 
+SLOTS_MAY_STAY = True
 Step = tuple[str, str]
 """What is added, and the method that has it."""
 STEPS: dict[str, tuple[Step, ...]] = {  # ways from the dense model to Soft MoE
@@ -50,6 +51,8 @@ CLAIMS = (
     ("placed", "merged", "what it gives above merged tokens where slots have a place (ours)"),
     ("placed", "dense", "all of it with a place (ours)"),
 )
+NOT_ALWAYS = ("merged", "uniform_soft", "soft_uniform", "identity")
+"""Controls that there are only with fewer slots than tokens, or only where layers combine."""
 
 
 def cells(lab: Lab) -> Iterator[Cell]:
@@ -58,7 +61,7 @@ def cells(lab: Lab) -> Iterator[Cell]:
     for method, config in lab.controls().items():
         if method not in ("dense", "one"):
             yield from lab.over_seeds(config, method=method)
-    for method in ("soft", "soft_uniform", "placed", "uniform"):
+    for method in ("soft", "placed") if lab.slots_stay else ("soft", "soft_uniform", "placed", "uniform"):
         yield from lab.over_seeds(lab.config(method), method=method)
     slots = lab.slots
     for router, (one, several) in LADDERS.items():
@@ -86,7 +89,7 @@ def best_rate(table: Table) -> str:
 def claims(table: Table) -> Iterator[Claim]:
     table = tuned(table)
     for first, second, what in CLAIMS:
-        if second != "merged" or len(table.where(method=second)):  # there is none with as many slots as tokens
+        if second not in NOT_ALWAYS or len(table.where(method=second)):
             text = f"{what}: {METHODS[first]} is better than {METHODS[second]}"
             yield from better(table.where(method=first), table.where(method=second), text)
     for router in LADDERS:
@@ -118,9 +121,10 @@ def count_of(method: str, router: str) -> str:
 def figure(table: Table, lab: Lab) -> Any:
     """Draw the ways from dense to Soft MoE; Identity, which is on none, is a line. Then the ladders of experts."""
     numbers, table = table.quality, tuned(table)
-    drawing, axes = panels(len(numbers), len(STEPS) + 1, width=4.6, height=3.4)
+    ways = known_ways(table)
+    drawing, axes = panels(len(numbers), len(ways) + 1, width=4.6, height=3.4)
     for line, number in zip(axes, numbers, strict=True):
-        for axis, (way, steps) in zip(line, STEPS.items(), strict=False):
+        for axis, (way, steps) in zip(line, ways.items(), strict=False):
             draw_way(axis, table, way, steps, number)
         draw_ladders(line[-1], table, number, lab.slots)
     return drawing
@@ -128,12 +132,17 @@ def figure(table: Table, lab: Lab) -> Any:
 
 def draw_gains(table: Table, number: str = "top1") -> Any:
     """Draw the ways of which the table has every step, side by side."""
-    known = table.distinct("method")
-    ways = {way: steps for way, steps in STEPS.items() if all(method in known for _, method in steps)}
+    ways = known_ways(table)
     drawing, axes = panels(1, len(ways), width=5.4, height=2.9)
     for axis, (way, steps) in zip(axes[0], ways.items(), strict=True):
         draw_way(axis, table, way, steps, number)
     return drawing
+
+
+def known_ways(table: Table) -> dict[str, tuple[Step, ...]]:
+    """Return the ways from the dense model to Soft MoE of which the table has every step."""
+    known = table.distinct("method")
+    return {way: steps for way, steps in STEPS.items() if all(method in known for _, method in steps)}
 
 
 def draw_way(axis: Any, table: Table, way: str, steps: Sequence[Step], number: str) -> None:
