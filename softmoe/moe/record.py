@@ -31,7 +31,7 @@ class Recording:
     def _keep(self, name: str, to_slots: bool) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: tuple, routing: Routing) -> None:
             if self.active:
-                self.routings[name] = NotCombined.of(routing) if to_slots else routing
+                self.routings[name] = NotCombined(routing) if to_slots else routing
 
         return hook
 

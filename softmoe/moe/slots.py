@@ -93,13 +93,24 @@ def slots_to_tokens(slots_NSD: Tensor, images: int, slots_per_expert: int) -> Te
     return slots_NSD.unflatten(1, (images, slots_per_expert)).transpose(0, 1).flatten(1, 2)
 
 
-@dataclass(frozen=True)
 class NotCombined(DenseRouting):
-    """The routing of a ToSlots layer as it is recorded: no token asks for slots, so the combine weights are even."""
+    """The routing of a ToSlots layer as it is recorded: no token asks for slots, so the combine weights are even.
 
-    @classmethod
-    def of(cls, routing: Routing) -> "NotCombined":
+    Both weights are computed when they are read: every training step records its routings.
+    """
+
+    def __init__(self, routing: Routing):
         assert isinstance(routing, DenseRouting)
-        combine_BMNP = routing.combine_weights.detach()
+        object.__setattr__(self, "routing", routing)
+
+    routing: DenseRouting
+
+    @property
+    def dispatch_weights(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.routing.dispatch_weights
+
+    @property
+    def combine_weights(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        combine_BMNP = self.routing.combine_weights
         even_BM11 = combine_BMNP.mean((2, 3), keepdim=True)  # 1 / S, and 0 at masked tokens
-        return cls(routing.dispatch_weights, even_BM11.expand_as(combine_BMNP))
+        return even_BM11.expand_as(combine_BMNP)

@@ -133,7 +133,7 @@ def test_no_images():
 
 
 def test_inspected_slots_that_stay():
-    """What inspection and doctor say of combine, they do not say of a layer that has none."""
+    """Inspection and doctor leave out all findings on combine for a layer that combines nothing."""
     torch.manual_seed(0)
     images, layers = layer_results(tiny(), [torch.randn(4, 3, 32, 32)])
     (result,) = layers.values()
@@ -208,7 +208,7 @@ def test_maps_end_where_slots_begin():
     ],
 )
 def test_mistakes(options, message):
-    """What cannot go with slots that stay is refused when the model is made."""
+    """Settings that cannot go together with slots that stay are refused when the model is made."""
     with pytest.raises(ValueError, match=message):
         tiny(**options)
 

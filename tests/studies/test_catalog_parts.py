@@ -226,7 +226,7 @@ def test_places_follow_the_depth() -> None:
 
 @pytest.mark.parametrize("study", [ablations, collapse, experts_slots, long_runs, pareto, placement, slots])
 def test_the_papers_studies_are_of_layers_that_combine(study) -> None:
-    """Of a recipe whose slots stay, studies of routing take layers that combine: they differ in what is named alone."""
+    """Studies of routing take layers that combine, also of a recipe whose slots stay: models differ in one thing."""
     lab = make_lab(LabOptions(scale="small", recipe="small_data", data="shapes?size=64", seeds=1))
     jobs = [getattr(cell.job, "parent", cell.job) for cell in cells_of(study, lab)]
     shapes = [job.config.model.resolve(10, 64) for job in jobs if isinstance(job, Training)]
