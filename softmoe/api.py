@@ -16,7 +16,7 @@ from softmoe import recipes
 from softmoe.cli.habits import nearest, whole_key
 from softmoe.cli.train import train_as_asked
 from softmoe.machine import is_first_process
-from softmoe.models.config import router_options
+from softmoe.models.moe_config import router_options
 from softmoe.storage.settings import flatten
 from softmoe.train import Result, TrainConfig
 from softmoe.train.fit import new_run, set_keys

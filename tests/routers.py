@@ -7,7 +7,7 @@ import torch
 from oracle import Assignment
 
 from softmoe.models import MoEConfig
-from softmoe.models.config import option_names
+from softmoe.models.moe_config import option_names
 from softmoe.moe import SparseRouting
 from softmoe.moe.sparse import SparseRouter
 

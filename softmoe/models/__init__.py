@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from softmoe.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from softmoe.models.config import MoEConfig, TextConfig, TwoTowerConfig, ViTConfig
+    from softmoe.models.config import TextConfig, TwoTowerConfig, ViTConfig
+    from softmoe.models.moe_config import MoEConfig
     from softmoe.models.registry import create_model, list_models, model_config
     from softmoe.models.two_tower import Embeddings, TextTransformer, TwoTower
     from softmoe.models.vit import VisionTransformer

@@ -10,7 +10,8 @@ import warnings
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from softmoe.models.config import MoEConfig, ViTConfig, no_option, option_names
+from softmoe.models.config import ViTConfig
+from softmoe.models.moe_config import MoEConfig, no_option, option_names
 from softmoe.moe.config import ROUTERS
 
 if TYPE_CHECKING:

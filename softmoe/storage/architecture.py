@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, get_type_hints
 
-from softmoe.models.config import MoEConfig, TextConfig, TwoTowerConfig, ViTConfig, option_names, without_unused_options
+from softmoe.models.config import TextConfig, TwoTowerConfig, ViTConfig
+from softmoe.models.moe_config import MoEConfig, option_names, without_unused_options
 from softmoe.moe.config import ROUTERS
 from softmoe.storage.preprocessing import MOST_SIDE
 from softmoe.storage.settings import check_keys, convert

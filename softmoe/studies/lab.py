@@ -17,7 +17,7 @@ from typing import Any, TypeVar, get_args
 
 from softmoe.data import TransformConfig
 from softmoe.models import MoEConfig, ViTConfig
-from softmoe.models.config import LAYER_OPTIONS, option_names
+from softmoe.models.moe_config import LAYER_OPTIONS, option_names
 from softmoe.moe import SoftConfig
 from softmoe.recipes import load, pretrain
 from softmoe.studies import LabOptions, ScaleName

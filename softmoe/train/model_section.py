@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from softmoe.models import MoEConfig, TextConfig, TwoTowerConfig, ViTConfig, model_config
-from softmoe.models.config import LAYER_OPTIONS, option_names, router_options
+from softmoe.models.moe_config import LAYER_OPTIONS, option_names, router_options
 from softmoe.models.registry import SIZES
 from softmoe.storage.architecture import check_numbers
 from softmoe.storage.settings import convert, from_dict

@@ -5,7 +5,7 @@ import pytest
 from softmoe import recipes
 from softmoe.cli.habits import OTHER_NAMES, OTHER_WAYS, translate
 from softmoe.cli.parse import parse_run
-from softmoe.models.config import router_options
+from softmoe.models.moe_config import router_options
 from softmoe.storage.settings import flatten
 from softmoe.train import TrainConfig
 

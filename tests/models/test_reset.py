@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from softmoe.models import TwoTower, VisionTransformer
-from softmoe.models.config import MoEConfig, TextConfig, TwoTowerConfig, ViTConfig
+from softmoe.models.config import TextConfig, TwoTowerConfig, ViTConfig
+from softmoe.models.moe_config import MoEConfig
 
 SMALL: dict[str, Any] = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 2, "mlp_dim": 64, "heads": 2}
 WITH_ALL: dict[str, Any] = {

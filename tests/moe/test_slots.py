@@ -17,7 +17,7 @@ from softmoe.inspection.doctor import examine_layers
 from softmoe.inspection.page import header, layer_lines
 from softmoe.inspection.plots import cumulative_combine
 from softmoe.models import TextConfig, ViTConfig
-from softmoe.models.config import MoEConfig
+from softmoe.models.moe_config import MoEConfig
 from softmoe.models.vit import make_encoder
 from softmoe.moe import Experts, MoE, NotCombined, PlacedRouter, SlotsRouter, SoftRouter, TokensChoiceRouter, ToSlots
 

@@ -5,7 +5,7 @@ from typing import Literal
 import pytest
 
 from softmoe.models import MoEConfig, ViTConfig, model_config
-from softmoe.models.config import router_options
+from softmoe.models.moe_config import router_options
 from softmoe.moe import RouterConfig
 from softmoe.storage.settings import flatten, from_dict
 from softmoe.train import ModelSection, TrainConfig
