@@ -176,8 +176,8 @@ def head(config: ViTConfig) -> Part:
         params += D + attention_params(config) + 2 * D + mlp_params(D, H)
         macs += 2 * D**2 + 2 * M * D**2 + 2 * M * D + 2 * D * H
     if config.representation_size:
-        params += (D + 1) * config.representation_size
-        macs += D * config.representation_size
+        params += (config.pooled_width + 1) * config.representation_size
+        macs += config.pooled_width * config.representation_size
     features, classes = config.head_width, config.num_classes or 0
     return Part(params + (features + 1) * classes, macs + features * classes)
 
@@ -254,7 +254,7 @@ def factors(config: ViTConfig, one_hot: bool) -> Iterator[Factor]:
         M = c.tokens_by_block[-1] - c.registers
         yield from attention_factors("pool.attention.", (2 * M + 1) * D**2, 2 * M * D, D**2)
         yield from (("pool.", 0), *product("pool.mlp.fc1.", D * H), *product("pool.mlp.fc2.", D * H))
-    yield from (("pool_norm.", 0), *product("pre_logits.", D * (c.representation_size or 0)))
+    yield from (("pool_norm.", 0), *product("pre_logits.", c.pooled_width * (c.representation_size or 0)))
     yield from product("head.", c.head_width * (c.num_classes or 0))
 
 

@@ -21,7 +21,8 @@ class ViTConfig:
     num_classes: int | None = 1000
     """None gives a model without a head, which returns features."""
     pool: str = "mean"
-    """One of: mean, class, attention."""
+    """One of: mean, class, attention, concat. The last puts all tokens side by side, so the head has weights of its own
+    for each: for models in which slots stay or tokens are merged, whose last tokens are as many at any image size."""
     positions: str = "learned"
     """One of: learned, sincos, none."""
     qk_norm: bool = True
@@ -97,7 +98,12 @@ class ViTConfig:
     def head_width(self) -> int:
         """The width of the vector that the head gets."""
         each = self.width * (2 if self.pool == "class" else 1)
-        return (self.representation_size or self.width) + each * len(self.head_blocks)
+        return (self.representation_size or self.pooled_width) + each * len(self.head_blocks)
+
+    @property
+    def pooled_width(self) -> int:
+        """The width of the pooled vector."""
+        return self.width * (self.tokens_by_block[-1] - self.prefix if self.pool == "concat" else 1)
 
     @property
     def moe_blocks(self) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from softmoe.models.config import TextConfig, ViTConfig
 from softmoe.models.conventions import HubInterface, TimmInterface
 from softmoe.models.embed import LearnedPositions, PatchEmbed, SinCosPositions
-from softmoe.models.heads import AttentionPool, FirstPool, Head, LastPool, MeanPool, PreLogits
+from softmoe.models.heads import AttentionPool, ConcatPool, FirstPool, Head, LastPool, MeanPool, PreLogits
 from softmoe.models.transformer import MLP, Encoder, PatchMerger
 from softmoe.moe.experts import ACTIVATIONS, normal_
 
@@ -38,7 +38,8 @@ class VisionTransformer(TimmInterface, HubInterface):
         self.encoder = make_encoder(config)
         self.pool = make_pool(config)
         self.pool_norm = nn.LayerNorm(D, eps=config.norm_eps) if config.pool_norm else nn.Identity()
-        self.pre_logits = PreLogits(D, config.representation_size) if config.representation_size else nn.Identity()
+        hidden = config.representation_size
+        self.pre_logits = PreLogits(config.pooled_width, hidden) if hidden else nn.Identity()
         self.head_dropout = nn.Dropout(config.head_dropout)
         self.head = nn.Identity() if config.num_classes is None else Head(config.head_width, config.num_classes)
         self.reset_parameters()
@@ -131,7 +132,7 @@ def make_pool(config: ViTConfig | TextConfig) -> nn.Module:
     if c.pool == "attention":
         eps = {"norm_eps": c.norm_eps} if isinstance(c, ViTConfig) else {}
         return AttentionPool(c.width, c.heads, c.mlp_dim, qk_norm=c.qk_norm, activation=c.activation, **eps)
-    return {"mean": MeanPool, "class": FirstPool, "last": LastPool}[c.pool]()
+    return {"mean": MeanPool, "class": FirstPool, "last": LastPool, "concat": ConcatPool}[c.pool]()
 
 
 def check_vit(config: ViTConfig) -> None:
@@ -149,13 +150,18 @@ def check_vit(config: ViTConfig) -> None:
     if config.merge is not None:
         check_merge(config, *config.merge)
     if config.moe and config.moe.slots_stay and config.prefix:
-        raise ValueError("with slots_stay nothing but slots goes on: take pool mean or attention, and no registers")
+        raise ValueError("with slots_stay nothing but slots goes on: take another pool, and no registers")
+    if config.pool == "concat" and (config.last_map is None or config.pool_norm):
+        raise ValueError(
+            "pool concat needs a number of tokens that no image size changes, so slots_stay or merge, and their norm "
+            "before it: take another pool, or leave out pool_norm"
+        )
     if list(config.head_blocks) != sorted({block for block in config.head_blocks if 0 <= block < config.depth}):
         raise ValueError(
             f"head_blocks are blocks from 0 to {config.depth - 1} in rising order, got {list(config.head_blocks)}"
         )
     for name, allowed in {
-        "pool": ("mean", "class", "attention"),
+        "pool": ("mean", "class", "attention", "concat"),
         "positions": ("learned", "sincos", "none"),
         "activation": tuple(ACTIVATIONS),
     }.items():

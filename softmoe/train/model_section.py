@@ -40,7 +40,7 @@ class ModelSection:
     heads: int | None = None
     num_classes: int | None = None
     """Outputs of the head; None is the number of classes of the training data."""
-    pool: Literal["mean", "class", "attention"] | None = None
+    pool: Literal["mean", "class", "attention", "concat"] | None = None
     positions: Literal["learned", "sincos", "none"] | None = None
     qk_norm: bool | None = None
     activation: Literal["gelu_tanh", "gelu", "quick_gelu"] | None = None

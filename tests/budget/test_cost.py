@@ -44,7 +44,8 @@ def configs(draw: st.DrawFn, routers: tuple[str | None, ...] = (None, *ROUTERS))
     router = draw(st.sampled_from(routers))
     if router is None:
         merge = draw(st.none() | st.tuples(st.integers(0, depth - 1), st.integers(1, 5)))
-        return replace(config, registers=draw(st.integers(0, 2)), merge=merge)
+        config = replace(config, registers=draw(st.integers(0, 2)), merge=merge)
+        return replace(config, pool=draw(st.sampled_from([config.pool, "concat"]))) if merge else config
     moe = moe_of(
         router,
         num_experts=draw(st.integers(2, 5)),
@@ -59,6 +60,7 @@ def configs(draw: st.DrawFn, routers: tuple[str | None, ...] = (None, *ROUTERS))
     )
     if router in ("soft", "placed") and config.pool != "class" and not moe.keep_mlp and moe.blocks not in ((0,), ()):
         moe = replace(moe, slots_stay=draw(st.booleans()))
+        config = replace(config, pool=draw(st.sampled_from([config.pool, "concat"]))) if moe.slots_stay else config
     return replace(config, moe=moe)
 
 

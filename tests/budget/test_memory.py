@@ -24,6 +24,7 @@ CASES = {
     "class token": replace(BASE, pool="class", representation_size=30),
     "no qk norm": replace(BASE, qk_norm=False),
     "merged": replace(BASE, pool="class", attention_dropout=0.1, merge=(1, 9)),
+    "merged, all in the head": replace(BASE, pool="concat", merge=(1, 9)),
     "head on several blocks": replace(BASE, pool="class", head_blocks=(0, 1)),
     "soft with dropout": replace(BASE, dropout=0.1, moe=MoEConfig.of("soft", 8, slots_per_expert=6)),
     "long groups": replace(BASE, moe=MoEConfig.of("tokens_choice", 8, top_k=2, group_size=96)),

@@ -33,7 +33,10 @@ def test_the_merger_by_loops(prefix):
     torch.testing.assert_close(merger(x), torch.cat([x[:, :prefix], expected], dim=1))
 
 
-@pytest.mark.parametrize("options", [{"pool": "class"}, {"pool": "attention"}, {"registers": 2}, {"merge": (2, 1)}])
+@pytest.mark.parametrize(
+    "options",
+    [{"pool": "class"}, {"pool": "attention"}, {"pool": "concat"}, {"registers": 2}, {"merge": (2, 1)}],
+)
 def test_a_model_with_merged_tokens(options):
     """Only the merged tokens leave the model, with class token and registers; every parameter learns; checkpoints in
     the backward pass change nothing; any image size works."""
@@ -51,9 +54,21 @@ def test_a_model_with_merged_tokens(options):
     assert model(torch.randn(1, 3, 24, 72)).shape == (1, 5)
 
 
-def test_saved_and_exported(tmp_path):
+def test_a_head_with_weights_for_each_token():
+    """With pool concat the logits are a sum over tokens, each with weights of its own; registers have none."""
+    model, images = tiny(pool="concat", registers=2), torch.randn(3, 3, 40, 24)
+    tokens = model.forward_features(images)[:, 2:]
+    weights = model.head.weight.view(5, 5, 16)
+    torch.testing.assert_close(model(images), torch.einsum("bmd,cmd->bc", tokens, weights) + model.head.bias)
+    model.reset_classifier(3)
+    assert model(images).shape == (3, 3)
+    assert model.head_hidden_size == model.forward_vector(images).shape[1] == 80
+
+
+@pytest.mark.parametrize("pool", ["class", "concat"])
+def test_saved_and_exported(pool, tmp_path):
     """A saved folder keeps the merger, an exported file gives the model's outputs at any batch size."""
-    model = tiny(pool="class")
+    model = tiny(pool=pool)
     save_pretrained(model, tmp_path / "model")
     assert ViTConfig.from_dict(json.loads(json.dumps(model.config.to_dict()))) == model.config
     images = torch.randn(3, 3, 32, 32)
@@ -73,20 +88,25 @@ def test_maps_end_where_tokens_are_merged():
 
 
 @pytest.mark.parametrize(
-    ("name", "merge", "message"),
+    ("name", "options", "message"),
     [
-        ("soft_ti8_4e", (1, 5), "merge is for models without experts"),
-        ("vit_ti8", (3, 5), "merge is a block from 0 to 2 and the tokens after it, 1 at least, got 3, 5"),
-        ("vit_ti8", (1, 0), "got 1, 0"),
+        ("soft_ti8_4e", {"merge": (1, 5)}, "merge is for models without experts"),
+        ("vit_ti8", {"merge": (3, 5)}, "merge is a block from 0 to 2 and the tokens after it, 1 at least, got 3, 5"),
+        ("vit_ti8", {"merge": (1, 0)}, "got 1, 0"),
+        ("vit_ti8", {"pool": "concat"}, "pool concat needs a number of tokens that no image size changes"),
+        ("vit_ti8", {"merge": (1, 5), "pool": "concat", "pool_norm": True}, "leave out pool_norm"),
     ],
 )
-def test_mistakes(name, merge, message):
-    """Experts beside merged tokens, a block that is not there, and no token at all are refused."""
+def test_mistakes(name, options, message):
+    """Experts beside merged tokens, a block that is not there, no token at all, and a head on each cell are refused."""
     with pytest.raises(ValueError, match=message):
-        create_model(name, **TINY, merge=merge)
+        create_model(name, **TINY, **options)
 
 
 def test_on_the_command_line():
     """A recipe's dense twin gets merged tokens by one option."""
-    config, _ = parse_train("quickstart", ["--model.router", "dense", "--model.merge", "0", "4"])
+    merged = ["--model.router", "dense", "--model.merge", "0", "4"]
+    config, _ = parse_train("quickstart", merged)
     assert config.model.resolve(10, 32).tokens_by_block == (16, 4, 4, 4)
+    config, _ = parse_train("quickstart", [*merged, "--model.pool", "concat"])
+    assert config.model.resolve(10, 32).head_width == 4 * config.model.width

@@ -88,7 +88,9 @@ def test_gradients_by_finite_differences():
     assert torch.autograd.gradcheck(both, (x, residual, *layer.parameters()))
 
 
-@pytest.mark.parametrize("options", [{}, {"pool": "attention"}, {"blocks": (0, 1, 2)}, {"name": "soft_ti8_8e"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"pool": "attention"}, {"pool": "concat"}, {"blocks": (0, 1, 2)}, {"name": "soft_ti8_8e"}]
+)
 def test_a_model_whose_slots_stay(options):
     """Only the slots leave the model; every parameter learns; checkpoints in the backward pass change nothing; any
     image size works; one layer routes."""
@@ -199,7 +201,7 @@ def test_maps_end_where_slots_begin():
     ("options", "message"),
     [
         ({"blocks": (1,)}, r"all blocks from the first with experts on have them, up to 2, got \[1\]"),
-        ({"pool": "class"}, "nothing but slots goes on: take pool mean or attention, and no registers"),
+        ({"pool": "class"}, "nothing but slots goes on: take another pool, and no registers"),
         ({"registers": 1}, "nothing but slots goes on"),
         ({"keep_mlp": True}, "with slots_stay there are slots alone"),
         ({"router": "identity"}, "slots_stay needs a learned dispatch, as soft and placed have: not 'identity'"),
