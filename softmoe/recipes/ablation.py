@@ -10,7 +10,7 @@ Learned dispatch and combine (soft), one of them uniform, both uniform, tokens s
 with all slots. As in the paper there are as many experts as tokens, with one slot each. Data and settings are those of
 `quickstart`. In the paper soft is first, identity and uniform are last.
 
-Time: 38 s of one core of an AMD EPYC (AVX-512).
+Time: about 18 s of one core of an AMD EPYC (AVX-512).
 Measured: identity 87.0 %, dense (with 2,503 steps) 76.8 %, soft_uniform 76.4 %, soft 76.3 %, uniform_soft 65.4 %,
 uniform 65.3 %, one expert 64.5 % (2026-11-18, mean of three seeds; soft above uniform_soft by 10.9 ± 10.8 points).
 Where a character fills the picture, a place is what counts: the router `placed` of `quickstart` has 93.2 %.

@@ -15,8 +15,8 @@ Time: 11.8 ms a step of one core of an AMD EPYC (AVX-512), 35 s for all; Identit
 Measured: top-1 86.0 %, 10-shot on 100 other classes 86.5 %; four experts 78.8 and 79.4 %, one 60.9 and 65.9 %; Identity
 74.4 and 72.9 %; dense with 1.2 times the FLOPs at the best of three rates 63.0 and 66.0 % (2026-11-18, mean of three
 seeds). Above Identity by 11.6 ± 3.4 points, 10-shot 13.5 ± 5.6, in equal time (3,220 steps of Identity, six other
-seeds) by 7.7 ± 2.8 and 9.0 ± 3.2. Places that count in combine too have 83.0 and 82.3 %. Dense gains most from longer
-training.
+seeds) by 7.7 ± 2.8 and 9.0 ± 3.2. Places that count in combine too have 83.0 and 82.3 %. The leads shrink
+in longer runs (docs/concepts/experts.md).
 """
 
 from dataclasses import replace

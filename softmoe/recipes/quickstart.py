@@ -11,7 +11,7 @@
     softmoe study controls --recipe quickstart --slots 64                           1, 4, 16, 64 experts at 64 slots
 
 Experts stand in the last block only, where tokens are no longer needed in detail, start identical, and have as many
-slots as there are tokens: a step costs what a dense one costs, and what differs is the number of parameters. The
+slots as there are tokens: a step has the FLOPs of a dense one, and what differs is the number of parameters. The
 router `placed` is not the paper's (docs/concepts/places.md): each slot takes its own part of what the picture shows.
 
 Time: 9.1 ms a step of one core of an AMD EPYC (AVX-512), 18 s for all; Identity 8.8, the dense twin 7.6.

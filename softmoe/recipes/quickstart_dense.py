@@ -6,7 +6,7 @@ It gets a quarter more steps, so a fifth more FLOPs and at least as much time as
 three rates, twice that of `quickstart`: the gain is not bought with computing, nor with a badly trained twin. Data,
 their order and the seed are the same.
 
-Time: 45 s of one core of an AMD EPYC (AVX-512).
+Time: 19 s of one core of an AMD EPYC (AVX-512).
 Measured: top-1 80.7 %, 10-shot on 100 other classes 79.0 %, mean of three seeds; 76.8 and 78.5 % at the rate of
 `quickstart`, 67.7 % in top-1 at half of that (2026-11-18).
 """
