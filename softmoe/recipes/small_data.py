@@ -23,7 +23,8 @@ Time: 58 ms a step on one core of an AMD EPYC (AVX-512), 8 minutes for all; one 
 Measured: Tiny-ImageNet, 100 classes, top-1 and 10-shot on 100 others, in equal time: 45.7 and 21.1 %, one expert
 with the same slots 43.6 and 21.0 %, dense with merged tokens 43.4 and 21.0 %, dense in 5,600 steps 40.6 and
 20.0 % (2026-11-19, mean of three seeds): +2.1 ± 1.4 points over one expert, +2.3 ± 1.2 over merged tokens, in 10-shot
-level. In twenty epochs (15,625 steps) 48.8 and 20.9 %, merged tokens 47.8 and 21.6 % (seed 0).
+level. In twenty epochs (15,625 steps) 49.1 and 20.8 %, merged tokens 47.6 and 21.9 %: +1.5 ± 1.1 points, in 10-shot
+-1.0 ± 1.1. Merged tokens whose head has weights for each (--model.pool concat) have 45.3 and 23.5 % (two seeds).
 """
 
 from softmoe import train
