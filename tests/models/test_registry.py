@@ -127,7 +127,7 @@ def test_unknown_names_offer_the_nearest(name, message):
         ({"image_size": (64, 8)}, "image of 64 x 8 is smaller than one patch of 16 pixels"),
         ({"num_classes": -1}, "num_classes must be at least 1, or None for no head, got -1"),
         ({"pretrained": True}, "softmoe.from_pretrained takes files, folders and Hub ids"),
-        ({"pool": "max"}, "pool must be one of mean, class, attention, got 'max'"),
+        ({"pool": "max"}, "pool must be one of mean, class, attention, concat, got 'max'"),
         ({"positions": "rope"}, "positions must be one of learned, sincos, none, got 'rope'"),
         ({"width": 18, "heads": 3, "positions": "sincos"}, "multiple of 4 and at least 8, got 18"),
         ({"blocks": (12,)}, r"MoE blocks must be different indices from 0 to 11, got \[12\]"),
