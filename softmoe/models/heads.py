@@ -21,13 +21,6 @@ class MeanPool(nn.Module):
         return (x_BMD * real_BM1).sum(1) / real_BM1.sum(1).clamp(min=1)
 
 
-class ConcatPool(nn.Module):
-    """Puts the tokens side by side: (B, M, D) -> (B, M * D)."""
-
-    def forward(self, x_BMD: Tensor) -> Tensor:
-        return x_BMD.flatten(1)
-
-
 class FirstPool(nn.Module):
     """Takes the class token, which is the first."""
 

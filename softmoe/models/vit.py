@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from softmoe.models.config import TextConfig, ViTConfig
 from softmoe.models.conventions import HubInterface, TimmInterface
 from softmoe.models.embed import LearnedPositions, PatchEmbed, SinCosPositions
-from softmoe.models.heads import AttentionPool, ConcatPool, FirstPool, Head, LastPool, MeanPool, PreLogits
+from softmoe.models.heads import AttentionPool, FirstPool, Head, LastPool, MeanPool, PreLogits
 from softmoe.models.transformer import MLP, Encoder, PatchMerger
 from softmoe.moe.experts import ACTIVATIONS, normal_
 
@@ -132,7 +132,7 @@ def make_pool(config: ViTConfig | TextConfig) -> nn.Module:
     if c.pool == "attention":
         eps = {"norm_eps": c.norm_eps} if isinstance(c, ViTConfig) else {}
         return AttentionPool(c.width, c.heads, c.mlp_dim, qk_norm=c.qk_norm, activation=c.activation, **eps)
-    return {"mean": MeanPool, "class": FirstPool, "last": LastPool, "concat": ConcatPool}[c.pool]()
+    return {"mean": MeanPool, "class": FirstPool, "last": LastPool, "concat": nn.Flatten}[c.pool]()
 
 
 def check_vit(config: ViTConfig) -> None:
@@ -150,7 +150,9 @@ def check_vit(config: ViTConfig) -> None:
     if config.merge is not None:
         check_merge(config, *config.merge)
     if config.moe and config.moe.slots_stay and config.prefix:
-        raise ValueError("with slots_stay nothing but slots goes on: take another pool, and no registers")
+        raise ValueError(
+            "with slots_stay nothing but slots goes on: take pool mean, attention or concat, and no registers"
+        )
     if config.pool == "concat" and (config.last_map is None or config.pool_norm):
         raise ValueError(
             "pool concat needs a number of tokens that no image size changes, so slots_stay or merge, and their norm "

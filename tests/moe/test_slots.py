@@ -201,7 +201,7 @@ def test_maps_end_where_slots_begin():
     ("options", "message"),
     [
         ({"blocks": (1,)}, r"all blocks from the first with experts on have them, up to 2, got \[1\]"),
-        ({"pool": "class"}, "nothing but slots goes on: take another pool, and no registers"),
+        ({"pool": "class"}, "nothing but slots goes on: take pool mean, attention or concat, and no registers"),
         ({"registers": 1}, "nothing but slots goes on"),
         ({"keep_mlp": True}, "with slots_stay there are slots alone"),
         ({"router": "identity"}, "slots_stay needs a learned dispatch, as soft and placed have: not 'identity'"),
